@@ -1,0 +1,1 @@
+"""Benchmarks: trace replay, policy simulation, bandwidth against the machine's own limits, reports."""

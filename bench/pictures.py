@@ -1,0 +1,160 @@
+"""Pictures of benchmark results. Importing needs nothing; drawing raises ImportError without matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvstore.bench.bandwidth import BandwidthReport, Row
+from kvstore.bench.bandwidth_lookup import LookupRow
+from kvstore.bench.generate import TokenTrace
+from kvstore.bench.replay import ReplayResult
+from kvstore.bench.simulate import SweepPoint
+from kvstore.bench.simulation_report import SimulationReport
+from kvstore.bench.workload import Workload
+from kvstore.config import format_size
+
+_DPI = 150
+# Distinct for people who see colours differently (the Okabe-Ito palette), darker first.
+_BLUE, _ORANGE, _GREEN, _VERMILION, _SKY, _GREY = (
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#666666",
+)  # fmt: skip
+
+
+def draw_hit_ratio(
+    path: Path, workload: Workload, report: SimulationReport, measured: ReplayResult | None = None
+) -> None:
+    """Hit ratio over capacity: simulated curves, the ideal, and the real replay as points."""
+    figure, axes = _new_figure(8.0, 5.0)
+    _curve(axes, report.points, "token_hit_ratio", "token hit", _BLUE, "o-")
+    if report.whole_block_points:
+        _curve(
+            axes, report.whole_block_points, "token_hit_ratio", "token hit, whole blocks only", _SKY, "s--"
+        )
+    _curve(axes, report.points, "block_hit_ratio", "block hit", _ORANGE, "^-")
+    trace = workload.block_view if isinstance(workload, TokenTrace) else workload
+    ideal = trace.ideal_block_hit_ratio
+    axes.axhline(ideal, color=_GREY, linestyle=":", label=f"block hit, unlimited room ({ideal:.3f})")
+    if measured is not None:
+        at = 100 * measured.capacity_blocks / measured.unique_blocks
+        label = f"replay, {measured.clients} client{'s' * (measured.clients > 1)}"
+        for value in (measured.counts.block_hit_ratio, measured.counts.token_hit_ratio):
+            axes.plot(
+                [at],
+                [value],
+                "*",
+                color=_VERMILION,
+                markersize=13,
+                markeredgecolor="white",
+                label=label,
+                zorder=5,
+            )
+            label = "_"
+    axes.set_xscale("log")
+    ticks = sorted({p.capacity_percent for p in report.points})
+    axes.set_xticks(ticks, [f"{t:g}%" for t in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel(f"capacity, share of {report.unique_blocks:,} unique blocks (log scale)")
+    axes.set_ylabel("hit ratio")
+    axes.set_ylim(0, max(_tops(report, ideal)) * 1.12)
+    axes.set_title(f"Hit ratio over capacity: {report.name}, policy {report.policy}")
+    axes.legend(loc="lower right", framealpha=0.95)
+    _save(figure, path)
+
+
+def draw_bandwidth(path: Path, report: BandwidthReport) -> None:
+    """Ratio to numpy's copy by operation and block size; lookups as multiples of an echo."""
+    figure, (left, right) = _new_figure(13.0, 5.4, columns=2, widths=(3, 2))
+    _draw_ratios(left, [row for row in report.rows if not row.cold])
+    _draw_lookups(right, report.lookups)
+    batch = _size(report.batch_bytes)
+    figure.suptitle(f"kvstore against this machine's limits: {report.pairs} pairs, batches of {batch}")
+    _save(figure, path)
+
+
+def _curve(axes: Any, points: Sequence[SweepPoint], name: str, label: str, color: str, style: str) -> None:
+    x = [p.capacity_percent for p in points]
+    axes.plot(x, [getattr(p.counts, name) for p in points], style, color=color, label=label, markersize=5)
+
+
+def _tops(report: SimulationReport, ideal: float) -> list[float]:
+    return [ideal, 0.05, *(p.counts.token_hit_ratio for p in report.points)]
+
+
+def _draw_ratios(axes: Any, rows: Sequence[Row]) -> None:
+    sizes = sorted({row.block_bytes for row in rows})
+    kinds = sorted({(row.name, row.threads) for row in rows}, key=lambda kind: (_order(kind[0]), kind[1]))
+    shades = dict(zip(kinds, _shades(len(kinds)), strict=True))
+    width = 0.84 / max(1, len(kinds))
+    for at, kind in enumerate(kinds):
+        chosen = {row.block_bytes: row for row in rows if (row.name, row.threads) == kind}
+        x = [i + (at - (len(kinds) - 1) / 2) * width for i, size in enumerate(sizes) if size in chosen]
+        picked = [chosen[size] for size in sizes if size in chosen]
+        label = f"{kind[0]}, {kind[1]} thread{'s' * (kind[1] > 1)}"
+        bars = axes.bar(x, [row.ratio for row in picked], width * 0.94, color=shades[kind], label=label)
+        axes.bar_label(bars, [f"{row.gb_per_s:.1f}" for row in picked], fontsize=6.5, padding=1, rotation=90)
+    axes.axhline(1, color=_VERMILION, linewidth=1.5, label="limit: numpy copy, same threads")
+    axes.set_xticks(range(len(sizes)), [_size(size) for size in sizes])
+    axes.set_xlabel("block size")
+    axes.set_ylabel("bandwidth as a multiple of numpy's copy")
+    axes.set_ylim(0, max([1.0, *(row.ratio for row in rows)]) * 1.15)
+    axes.set_title("Bytes moved (GB/s on the bars)", fontsize=10)
+    axes.legend(fontsize=7.5, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.11), frameon=False)
+
+
+def _draw_lookups(axes: Any, rows: Sequence[LookupRow]) -> None:
+    names = [f"{row.name}, {row.rows}\n{row.n_blocks} x {_size(row.block_bytes)}" for row in rows]
+    y = list(range(len(rows)))[::-1]
+    bars = axes.barh(y, [row.echo_ratio for row in rows], 0.7, color=_GREEN)
+    labels = [f" {row.latency.p50_us:.0f} µs" for row in rows]
+    for text in axes.bar_label(bars, labels, fontsize=7.5):
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5})
+    axes.axvline(1, color=_VERMILION, linewidth=1.5, label="Unix-socket echo of 4 KiB")
+    grpc = [row.echo_ratio / row.grpc_ratio for row in rows if row.grpc_ratio]
+    if grpc:
+        axes.axvline(grpc[0], color=_GREY, linestyle=":", linewidth=1.5, label="grpc.aio echo of 4 KiB")
+    axes.set_yticks(y, names, fontsize=7.5)
+    axes.set_xlabel("p50 as a multiple of the echo")
+    axes.set_xlim(0, max([1.0, *grpc, *(row.echo_ratio for row in rows)]) * 1.2)
+    axes.grid(axis="x", alpha=0.3)
+    axes.grid(axis="y", visible=False)
+    axes.set_title("Lookups: no KV bytes move (p50 on the bars)", fontsize=10)
+    axes.legend(fontsize=7.5, ncols=2, loc="upper center", bbox_to_anchor=(0.35, -0.11), frameon=False)
+
+
+def _size(n_bytes: int) -> str:
+    return format_size(n_bytes).replace(".0 ", " ")
+
+
+def _order(name: str) -> int:
+    known = ("put", "get_into")
+    return known.index(name) if name in known else len(known)
+
+
+def _shades(n: int) -> list[str]:
+    paired = [_BLUE, _SKY, _ORANGE, "#F3D28A", _GREEN, "#7FD1B9"]
+    return [paired[i % len(paired)] for i in range(n)]
+
+
+def _new_figure(
+    width: float, height: float, columns: int = 1, widths: Sequence[float] = (1,)
+) -> tuple[Any, Any]:
+    # Figure objects instead of pyplot: no global state, no display, nothing to close.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, columns, width_ratios=widths)
+    for one in [axes] if columns == 1 else axes:
+        one.grid(axis="y", alpha=0.3)
+        one.set_axisbelow(True)
+        for side in ("top", "right"):
+            one.spines[side].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=_DPI)

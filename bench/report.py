@@ -1,0 +1,231 @@
+"""What a benchmark leaves behind: tables for people, one JSON object, a picture."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiofiles
+import aiofiles.os
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+
+from kvstore.bench.bandwidth import BandwidthReport
+from kvstore.bench.replay import ReplayResult
+from kvstore.bench.simulate import Progress
+from kvstore.bench.simulation_report import SimulationReport
+from kvstore.config import format_size
+from kvstore.errors import BadInputError
+
+JSON_NAME = "report.json"
+PICTURE_NAME = "picture.png"
+
+Plot = Callable[[Path], None]
+"""Draws a picture into a file."""
+
+
+@contextlib.contextmanager
+def progress_bar(description: str, total: int, show: bool | None = None) -> Iterator[Progress]:
+    """A progress bar on stderr: shown on a terminal, or as ``show`` says. Yields what to call per request."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    terminal = sys.stderr.isatty()
+    visible = terminal if show is None else show
+    # A file gets the last state once; a terminal is left clean for the tables.
+    with RichProgress(*columns, console=console, disable=not visible, transient=terminal) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+def save(folder: Path, report: dict[str, Any], plot: Plot | None) -> list[str]:
+    """Write ``report.json`` and ``picture.png`` below ``folder``; returns a line for people about each.
+
+    A missing matplotlib is such a line, not an error. Raises BadInputError if ``folder`` can't be written to.
+    """
+    try:
+        lines = [f"report: {asyncio.run(write_json(folder / JSON_NAME, report))}"]
+        if plot is not None:
+            lines.append(_draw(folder / PICTURE_NAME, plot))
+    except OSError as error:
+        raise BadInputError(
+            f"{folder}: can't be written to ({error.strerror or error}); choose another --output"
+        ) from error
+    return lines
+
+
+async def write_json(path: Path, report: dict[str, Any]) -> Path:
+    """Write one JSON object, making folders as needed; a reader sees the old file or the whole new one."""
+    await aiofiles.os.makedirs(path.parent, exist_ok=True)
+    unfinished = path.with_name(path.name + ".unfinished")
+    async with aiofiles.open(unfinished, "w", encoding="utf-8") as file:
+        await file.write(json.dumps(report, indent=2) + "\n")
+    await aiofiles.os.replace(unfinished, path)
+    return path
+
+
+def _draw(path: Path, plot: Plot) -> str:
+    try:
+        plot(path)
+    except ImportError:
+        return "picture: left out, matplotlib is not installed (pip install 'kvstored[bench]')"
+    return f"picture: {path}"
+
+
+def replay_tables(result: ReplayResult) -> list[Table]:
+    """Hits and bytes, then latency by operation."""
+    counts = result.counts
+    facts = [
+        ("requests", f"{counts.requests:,}"),
+        ("clients", str(result.clients)),
+        ("policy", result.policy),
+        ("capacity", f"{result.capacity_blocks:,} of {result.unique_blocks:,} unique blocks"),
+        ("block size", format_size(result.block_bytes)),
+        *_ratio_facts(counts.block_hit_ratio, counts.token_hit_ratio, counts.any_hit_ratio),
+        ("read", f"{format_size(result.bytes_read)}, lease + compare at {result.read_gb_per_s:.2f} GB/s"),
+        ("written", f"{format_size(result.bytes_written)}, put at {result.write_gb_per_s:.2f} GB/s"),
+        ("skipped blocks", f"{result.skipped_blocks:,}"),
+        ("mismatching blocks", _alarm(result.mismatches)),
+        ("time", f"{result.wall_s:.1f} s"),
+    ]
+    for name, count in (("requests not answered", result.unanswered), ("leases ended", result.ended_leases)):
+        if count:
+            facts.append((name, _alarm(count)))
+    latency = Table("operation", "calls", "p50", "p99", title="Latency in µs")
+    for column in latency.columns[1:]:
+        column.justify = "right"
+    for name, values in result.latencies.items():
+        latency.add_row(name, f"{values.n:,}", f"{values.p50_us:,.0f}", f"{values.p99_us:,.0f}")
+    return [_facts_table(f"Replay of {result.name}", facts), latency]
+
+
+def simulation_tables(report: SimulationReport) -> list[Table]:
+    """Hits at the asked capacity, then over capacities."""
+    counts = report.counts
+    facts = [
+        ("requests", f"{counts.requests:,}"),
+        ("policy", report.policy),
+        ("capacity", f"{report.capacity_blocks:,} of {report.unique_blocks:,} unique blocks"),
+        *_ratio_facts(counts.block_hit_ratio, counts.token_hit_ratio, counts.any_hit_ratio),
+    ]
+    if report.whole_block_counts is not None:
+        facts.append(("token hit, whole blocks only", f"{report.whole_block_counts.token_hit_ratio:.4f}"))
+    table = Table(
+        "capacity %", "blocks", "block hit", "token hit", "any hit", title="Hit ratio over capacity"
+    )
+    for column in table.columns:
+        column.justify = "right"
+    for point in report.points:
+        c = point.counts
+        ratios = (f"{r:.4f}" for r in (c.block_hit_ratio, c.token_hit_ratio, c.any_hit_ratio))
+        table.add_row(f"{point.capacity_percent:g}", f"{point.capacity_blocks:,}", *ratios)
+    return [_facts_table(f"Simulation of {report.name}", facts), table]
+
+
+def bandwidth_tables(report: BandwidthReport) -> list[Table]:
+    """Limits, bytes moved, lookups."""
+    return [_limits_table(report), _copy_table(report), _lookup_table(report)]
+
+
+def print_tables(tables: Sequence[Table], console: Console | None = None) -> None:
+    """Print to stdout (or ``console``)."""
+    console = console or Console()
+    for table in tables:
+        console.print(table)
+
+
+def _limits_table(report: BandwidthReport) -> Table:
+    limits = report.limits
+    grpc = limits.grpc_aio_echo
+    facts = [
+        ("numpy copy, 1 thread", f"{limits.copy_1_thread_gb_per_s:.1f} GB/s"),
+        ("numpy copy, 2 threads", f"{limits.copy_2_threads_gb_per_s:.1f} GB/s"),
+        ("Unix-socket echo of 4 KiB", f"p50 {limits.unix_echo.p50_us:.1f} µs"),
+        ("grpc.aio echo of 4 KiB", f"p50 {grpc.p50_us:.1f} µs" if grpc else "not measured"),
+        (
+            f"numpy compare of {limits.token_compare_tokens:,} tokens",
+            f"p50 {limits.token_compare.p50_us:.1f} µs",
+        ),
+        ("mismatching blocks", _alarm(report.mismatches)),
+        *(("note", note) for note in limits.notes),
+    ]
+    return _facts_table("Limits of this machine, in this run", facts)
+
+
+def _copy_table(report: BandwidthReport) -> Table:
+    title = f"Bandwidth, batches of {format_size(report.batch_bytes)}, {report.pairs} pairs"
+    table = Table(
+        "operation",
+        "block",
+        "threads",
+        "GB/s",
+        "numpy GB/s",
+        "ratio",
+        "95% low",
+        "p50 µs",
+        "p99 µs",
+        title=title,
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in report.rows:
+        ratio = ("-", "-", "-") if row.cold else (row.limit_gb_per_s, row.ratio, row.ratio_low)
+        shown = [value if isinstance(value, str) else f"{value:.2f}" for value in (row.gb_per_s, *ratio)]
+        table.add_row(
+            row.name,
+            format_size(row.block_bytes),
+            str(row.threads),
+            *shown,
+            f"{row.p50_us:,.0f}",
+            f"{row.p99_us:,.0f}",
+        )
+    return table
+
+
+def _lookup_table(report: BandwidthReport) -> Table:
+    table = Table(
+        "operation", "rows", "blocks", "block", "p50 µs", "p99 µs", "x echo", "x grpc echo", "copy µs",
+        title="Lookups of a resident prefix (copy: what numpy would need to move its bytes)",
+    )  # fmt: skip
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for row in report.lookups:
+        table.add_row(
+            row.name,
+            row.rows,
+            str(row.n_blocks),
+            format_size(row.block_bytes),
+            f"{row.latency.p50_us:,.0f}",
+            f"{row.latency.p99_us:,.0f}",
+            f"{row.echo_ratio:.1f}",
+            "-" if row.grpc_ratio is None else f"{row.grpc_ratio:.2f}",
+            f"{row.copy_us:,.0f}",
+        )
+    return table
+
+
+def _ratio_facts(block: float, token: float, any_hit: float) -> list[tuple[str, str]]:
+    return [
+        ("block hit ratio", f"{block:.4f}"),
+        ("token hit ratio", f"{token:.4f}"),
+        ("requests with any hit", f"{any_hit:.4f}"),
+    ]
+
+
+def _facts_table(title: str, facts: Sequence[tuple[str, str]]) -> Table:
+    table = Table(title=title, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in facts:
+        table.add_row(name, value)
+    return table
+
+
+def _alarm(count: int) -> str:
+    return f"[bold red]{count:,}[/]" if count else "0"

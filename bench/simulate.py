@@ -1,0 +1,173 @@
+"""Replay on the index and a policy alone: no tiers, no bytes, no time.
+
+The model: requests in order; a hit is the longest run of leading blocks that is present; then all of the
+request's blocks are accessed and the absent ones inserted, and what is over the capacity is evicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.bench import workload as work
+from kvstore.bench.generate import TokenTrace
+from kvstore.bench.workload import Workload
+from kvstore.errors import BadInputError
+from kvstore.prefix_index.index import Match, PrefixIndex
+from kvstore.prefix_index.policy import EvictionPolicy, make_policy
+from kvstore.prefix_index.rows import RowPath
+from kvstore.types import Root
+
+DEFAULT_PERCENTS = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0)
+
+Progress = Callable[[int], None]
+"""Called with the number of requests done since the last call."""
+
+
+@dataclass(slots=True)
+class HitCounts:
+    """Totals of one run. ``token_hits`` is token-granular where the workload has token ids."""
+
+    requests: int = 0
+    block_accesses: int = 0
+    block_hits: int = 0
+    token_accesses: int = 0
+    token_hits: int = 0
+    any_hits: int = 0
+    inserted: int = 0
+    evicted: int = 0
+
+    @property
+    def block_hit_ratio(self) -> float:
+        """Block hits over block accesses."""
+        return self.block_hits / self.block_accesses if self.block_accesses else 0.0
+
+    @property
+    def token_hit_ratio(self) -> float:
+        """Prompt tokens found over prompt tokens."""
+        return self.token_hits / self.token_accesses if self.token_accesses else 0.0
+
+    @property
+    def any_hit_ratio(self) -> float:
+        """Requests that found at least one token over requests."""
+        return self.any_hits / self.requests if self.requests else 0.0
+
+    def count(self, blocks: int, hit_blocks: int, tokens: int, hit_tokens: int) -> None:
+        """Add one request."""
+        self.requests += 1
+        self.block_accesses += blocks
+        self.block_hits += hit_blocks
+        self.token_accesses += tokens
+        self.token_hits += hit_tokens
+        self.any_hits += hit_tokens > 0
+
+    def add(self, other: HitCounts) -> None:
+        """Add the totals of another run."""
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPoint:
+    """One capacity of a sweep."""
+
+    capacity_percent: float
+    capacity_blocks: int
+    counts: HitCounts
+
+
+def simulate(
+    workload: Workload,
+    policy: str | EvictionPolicy = "lru",
+    capacity_blocks: int | None = None,
+    *,
+    partial: bool = True,
+    progress: Progress | None = None,
+) -> HitCounts:
+    """Hit counts of ``workload`` with room for ``capacity_blocks`` blocks (None: unlimited).
+
+    ``partial=False`` is a cache of whole blocks only: short last blocks are not kept, and the leading tokens
+    of a block that differs later are no hit. It matters for workloads with token ids only.
+    """
+    if capacity_blocks is not None and capacity_blocks < 1:
+        raise BadInputError(f"capacity is {capacity_blocks} blocks; it must be at least 1")
+    run = _Simulation(workload, policy, capacity_blocks, partial)
+    for index in range(workload.n_requests):
+        run.step(index)
+        if progress is not None:
+            progress(1)
+    return run.counts
+
+
+def sweep(
+    workload: Workload,
+    policy: str = "lru",
+    percents: Iterable[float] = DEFAULT_PERCENTS,
+    *,
+    partial: bool = True,
+    progress: Progress | None = None,
+) -> list[SweepPoint]:
+    """``simulate`` at several capacities, in percent of the workload's unique blocks."""
+    points = []
+    for percent in percents:
+        blocks = work.capacity_blocks(workload.unique_blocks, percent)
+        counts = simulate(workload, policy, blocks, partial=partial, progress=progress)
+        points.append(SweepPoint(percent, blocks, counts))
+    return points
+
+
+class _Simulation:
+    """One run: an index, and the model's four steps per request."""
+
+    def __init__(
+        self, workload: Workload, policy: str | EvictionPolicy, capacity: int | None, partial: bool
+    ) -> None:
+        self.counts = HitCounts()
+        self._workload = workload
+        self._has_tokens = isinstance(workload, TokenTrace)
+        self._index = PrefixIndex(make_policy(policy) if isinstance(policy, str) else policy)
+        self._capacity = capacity
+        self._partial = partial
+        self._root_key = Root().key(work.namespace(workload, 1, "simulated").digest())
+        self._next_slot = 0
+
+    def step(self, index: int) -> None:
+        request = self._workload.requests[index]
+        path = work.row_path(self._workload, index)
+        match = self._index.match(self._root_key, path)
+        whole, tokens = self._hits(index, path, match)
+        self.counts.count(work.n_blocks(self._workload, index), whole, request.input_length, tokens)
+        self._access(path, match, whole, request.timestamp_s)
+        self._evict_excess()
+
+    def _hits(self, index: int, path: RowPath, match: Match) -> tuple[int, int]:
+        """Blocks of which every token was found, and tokens found."""
+        if not self._has_tokens:
+            return len(match.ids), work.hit_tokens(self._workload, index, len(match.ids))
+        tokens = match.n_tokens if self._partial else len(match.ids) * path.block_tokens
+        return work.whole_blocks(self._workload, index, tokens), tokens
+
+    def _access(self, path: RowPath, match: Match, first: int, now_s: float) -> None:
+        """Touch what was found, insert what was not."""
+        ids = match.ids
+        if self._partial and match.partial_id >= 0:
+            ids = np.append(ids, np.uint32(match.partial_id))
+        if len(ids):
+            self._index.touch(ids, now_s)
+        n_new = (path.n_rows if self._partial else path.n_full_rows) - first
+        if n_new > 0:
+            slots = np.arange(self._next_slot, self._next_slot + n_new, dtype=np.int64)
+            self._next_slot += n_new
+            self.counts.inserted += self._insert(path, first, slots, now_s)
+
+    def _insert(self, path: RowPath, first: int, slots: NDArray[np.int64], now_s: float) -> int:
+        inserted = self._index.insert(self._root_key, path, first, slots, 1, now_s)
+        return int(np.count_nonzero(inserted.is_new))
+
+    def _evict_excess(self) -> None:
+        excess = 0 if self._capacity is None else self._index.n_blocks - self._capacity
+        if excess > 0:
+            self.counts.evicted += len(self._index.evict(excess).ids)

@@ -1,0 +1,93 @@
+"""A simulation at one capacity, with the curve over capacities around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.bench.generate import TokenTrace
+from kvstore.bench.replay import ReplayOptions, counts_dict
+from kvstore.bench.simulate import DEFAULT_PERCENTS, HitCounts, Progress, SweepPoint, simulate, sweep
+from kvstore.bench.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationReport:
+    """``counts`` at the capacity asked for, ``points`` of the curve.
+
+    ``whole_block_counts`` and ``whole_block_points`` are a cache of whole blocks only, for workloads with
+    token ids (None and empty for others, whose hits are whole blocks anyway).
+    """
+
+    name: str
+    policy: str
+    capacity_blocks: int
+    unique_blocks: int
+    counts: HitCounts
+    points: tuple[SweepPoint, ...]
+    whole_block_counts: HitCounts | None
+    whole_block_points: tuple[SweepPoint, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """One JSON-able object with the keys of a real replay; no tier took part and no byte was read."""
+        whole = self.whole_block_counts
+        return {
+            "mode": "simulate",
+            "trace": self.name,
+            "policy": self.policy,
+            "capacity_blocks": self.capacity_blocks,
+            "unique_blocks": self.unique_blocks,
+            **counts_dict(self.counts),
+            "mismatches": 0,
+            "tiers": {},
+            "whole_blocks_only": None if whole is None else counts_dict(whole),
+            "curve": curve_dict(self.points),
+        }
+
+
+def curve_dict(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
+    """A sweep, JSON-able."""
+    return [
+        {
+            "capacity_percent": point.capacity_percent,
+            "capacity_blocks": point.capacity_blocks,
+            "block_hit_ratio": point.counts.block_hit_ratio,
+            "token_hit_ratio": point.counts.token_hit_ratio,
+            "any_hit_ratio": point.counts.any_hit_ratio,
+        }
+        for point in points
+    ]
+
+
+def run_simulation(
+    workload: Workload,
+    options: ReplayOptions,
+    percents: Sequence[float] = DEFAULT_PERCENTS,
+    progress: Progress | None = None,
+) -> SimulationReport:
+    """Simulate at the capacity of ``options`` and at ``percents``; ``progress`` counts over all runs."""
+    capacity, policy = options.capacity(workload), options.policy
+    has_tokens = isinstance(workload, TokenTrace)
+    whole: HitCounts | None = None
+    whole_points: list[SweepPoint] = []
+    counts = simulate(workload, policy, capacity, progress=progress)
+    points = sweep(workload, policy, percents, progress=progress)
+    if has_tokens:
+        whole = simulate(workload, policy, capacity, partial=False, progress=progress)
+        whole_points = sweep(workload, policy, percents, partial=False, progress=progress)
+    return SimulationReport(
+        name=workload.name,
+        policy=policy,
+        capacity_blocks=capacity,
+        unique_blocks=workload.unique_blocks,
+        counts=counts,
+        points=tuple(points),
+        whole_block_counts=whole,
+        whole_block_points=tuple(whole_points),
+    )
+
+
+def simulation_steps(workload: Workload, percents: Sequence[float] = DEFAULT_PERCENTS) -> int:
+    """How many requests ``run_simulation`` reports as progress in all."""
+    return workload.n_requests * (1 + len(percents)) * (2 if isinstance(workload, TokenTrace) else 1)

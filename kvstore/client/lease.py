@@ -1,0 +1,299 @@
+"""What a client holds: leases to read in place, reservations to fill in place."""
+
+from __future__ import annotations
+
+import os
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore import native
+from kvstore.client.session import Claimed, Session
+from kvstore.errors import BadInputError, EndedError, UnavailableError
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.framing import Method
+from kvstore.wire.packing import U32, U64, unpack
+
+if TYPE_CHECKING:
+    import torch
+
+Bytes = NDArray[np.uint8]
+
+
+class Slots:
+    """Where blocks lie in this process: ``addresses`` uint64 [n], all below mapped regions."""
+
+    def __init__(
+        self, session: Session, message: pb.Slots | None, block_bytes: int, *, writable: bool
+    ) -> None:
+        """Maps regions that are not mapped yet. Call with the session's lock held."""
+        self.block_bytes = block_bytes
+        self._session = session
+        self._writable = writable
+        packed = message or pb.Slots()
+        self._region_ids = unpack("region_ids", packed.region_ids, U32)
+        n = len(self._region_ids)
+        self._offsets = unpack("offsets", packed.offsets, U64, n)
+        self._generations = unpack("generations", packed.generations, U64, n)
+        self._generation_indices = unpack("generation_indices", packed.generation_indices, U64, n)
+        if n:
+            session.map_missing(self._region_ids, writable=writable)
+        self.addresses = session.regions.addresses(self._region_ids, self._offsets)
+        # A view made later must find the mapping even if the daemon retires the region meanwhile.
+        self._mappings = {
+            region_id: session.regions.get(region_id) for region_id in set(self._region_ids.tolist())
+        }
+
+    def __len__(self) -> int:
+        return len(self._region_ids)
+
+    def view(self, i: int) -> Bytes:
+        """uint8 [block_bytes] over slot ``i``, no copy; read-only unless these slots are reserved."""
+        offset = int(self._offsets[i])
+        array = self._mappings[int(self._region_ids[i])].array()[offset : offset + self.block_bytes]
+        if not self._writable:
+            array = array.view()
+            array.flags.writeable = False
+        return array
+
+    def forget(self) -> None:
+        """Let the mappings go; only arrays that are still alive keep them."""
+        self._mappings.clear()
+
+    def unchanged(self) -> bool:
+        """Whether every slot still has the contents it had when it was handed out."""
+        return bool(np.array_equal(self._session.generations(self._generation_indices), self._generations))
+
+
+class Held(Claimed):
+    """A lease or reservation: a right with a deadline that must be let go of.
+
+    The right may end early (deadline, disconnect, another daemon). ``valid`` tells; the slots themselves
+    are not reused before ``release``, so what a view shows never changes under its reader.
+    """
+
+    def __init__(self, session: Session, claim_id: int, ttl_s: float, slots: Slots) -> None:
+        self.id = claim_id
+        self.slots = slots
+        self._session = session
+        self._epoch = session.epoch
+        self._pid = os.getpid()
+        self._deadline_s = time.monotonic() + ttl_s
+        self._ended = "" if claim_id else "it holds nothing"
+        self._let_go = not claim_id
+
+    @property
+    def valid(self) -> bool:
+        """Whether the right still holds."""
+        return (
+            not self._ended
+            and time.monotonic() < self._deadline_s
+            and self._session.epoch == self._epoch
+            and self._pid == os.getpid()
+        )
+
+    @property
+    def addresses(self) -> NDArray[np.uint64]:
+        """Address of each block in this process, uint64 [n]; for readers that take pointers."""
+        self._must_be_usable()
+        return self.slots.addresses
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def view(self, i: int) -> Bytes:
+        """uint8 [block_bytes] over block ``i`` without a copy. Raises EndedError after the end of the right."""
+        self._must_be_usable()
+        return self.slots.view(i)
+
+    def __getitem__(self, i: int) -> Bytes:
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"block {i} of {len(self)}")
+        return self.view(i % len(self))
+
+    def end(self, why: str) -> None:
+        self._ended = self._ended or why
+
+    def _let_go_now(self, why: str) -> bool:
+        """Nothing is read or written from here on. True if the daemon should hear of it."""
+        if self._let_go:
+            return False
+        self._let_go = True
+        self._ended = self._ended or why
+        self.slots.forget()
+        return self._session.epoch == self._epoch
+
+    def _must_be_usable(self) -> None:
+        if not self.valid:
+            raise EndedError(
+                f"{type(self).__name__.lower()} {self.id} has ended: {self._ended or 'its time was up'}"
+            )
+
+
+class Lease(Held):
+    """The right to read the blocks found for a prompt, in place. A context manager; falsy if nothing was found.
+
+    Index 0 is block ``first_block`` of the prompt. If ``partial_tokens`` > 0 the last entry is a block of which
+    only the first ``partial_tokens`` tokens match.
+    """
+
+    def __init__(
+        self, session: Session, reply: pb.LeaseReply, block_bytes: int, first_block: int, reason: str = ""
+    ) -> None:
+        slots = Slots(session, reply.slots if reply.lease_id else None, block_bytes, writable=False)
+        super().__init__(session, reply.lease_id, reply.ttl_s, slots)
+        self.first_block = first_block
+        self.n_blocks: int = reply.n_blocks
+        self.n_tokens: int = reply.n_tokens
+        self.partial_tokens: int = reply.partial_tokens
+        self.reason = reason
+        """Why there was nothing to find out, if the daemon could not be asked."""
+        if reply.lease_id:
+            session.watch(True, reply.lease_id, self)
+
+    def __bool__(self) -> bool:
+        return bool(len(self))
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def tensor(self, i: int, dtype: str = "uint8", shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        """A torch tensor over block ``i``, no copy. Raises ImportError without torch.
+
+        torch knows no read-only tensors; writing to this one ends the process with SIGSEGV, as the memory is
+        mapped read-only (or, in the process that wrote the block, corrupts the block: never write to it).
+        """
+        from kvstore.client.tensors import as_tensor
+
+        return as_tensor(self.view(i), dtype, shape)
+
+    def copy_into(self, out: NDArray[Any], threads: int = 1) -> int:
+        """Copy the leased whole blocks to ``out`` and return how many arrived, from ``first_block`` on.
+
+        ``out``: C-contiguous, [m, ...] with m * block_bytes bytes; at most m blocks are copied. 0 if the lease
+        ended before the copy was complete: then ``out`` holds nothing that can be used. Blocks for the copy.
+        """
+        room = rows_of(out, self.slots.block_bytes)
+        n = min(max(self.n_blocks - self.first_block, 0), len(room), len(self))
+        if n == 0 or not self.valid:
+            return 0
+        native.copy_batch(
+            _addresses(room[:n]), self.slots.addresses[:n], self.slots.block_bytes, threads=threads
+        )
+        return n if self.valid and self.slots.unchanged() else 0
+
+    def renew(self, ttl_s: float = 0.0) -> bool:
+        """Ask for more time; False if the right is gone. Blocks for one round trip."""
+        if not self.valid:
+            return False
+        try:
+            reply = self._session.call(Method.RENEW, pb.RenewRequest(lease_id=self.id, ttl_s=ttl_s))
+        except (EndedError, UnavailableError):
+            return False
+        assert isinstance(reply, pb.RenewReply)
+        self._deadline_s = time.monotonic() + reply.ttl_s
+        return True
+
+    def release(self) -> None:
+        """Say that nothing is read any more: views and pointers must not be used from here on. Idempotent."""
+        if self._let_go_now("it was released"):
+            self._session.release(self.id)
+
+    def __del__(self) -> None:
+        # A lease that was forgotten must not hold its blocks until the process ends.
+        if not getattr(self, "_let_go", True) and self._let_go_now("it was forgotten"):
+            self._session.acknowledge(Method.RELEASE, pb.ReleaseRequest(lease_id=self.id))
+
+
+class WriteReservation(Held):
+    """The right to fill slots that nobody sees before ``commit``. A context manager that aborts what was not committed.
+
+    ``n_present`` blocks of those asked for were stored already; index 0 here is the block after them.
+    """
+
+    def __init__(self, session: Session, reply: pb.ReserveReply, block_bytes: int, n_asked: int) -> None:
+        slots = Slots(session, reply.slots if reply.reservation_id else None, block_bytes, writable=True)
+        super().__init__(session, reply.reservation_id, reply.ttl_s, slots)
+        self.n_present: int = reply.n_present
+        self.n_skipped: int = n_asked - reply.n_present - len(slots)
+        self.reason: str = reply.skipped_reason
+        if reply.reservation_id:
+            session.watch(False, reply.reservation_id, self)
+
+    def __enter__(self) -> WriteReservation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def fill(self, blocks: NDArray[Any], threads: int = 1) -> None:
+        """Copy ``blocks`` [n, ...] (n = len(self), C-contiguous) into the slots. Blocks for the copy."""
+        rows = rows_of(blocks, self.slots.block_bytes)
+        if len(rows) != len(self):
+            raise BadInputError(f"{len(rows)} blocks were given for {len(self)} reserved slots")
+        self._must_be_usable()
+        native.copy_batch(self.slots.addresses, _addresses(rows), self.slots.block_bytes, threads=threads)
+
+    def commit(self, n_blocks: int | None = None) -> tuple[int, int]:
+        """Make the first ``n_blocks`` (default all) visible; returns (stored, duplicates). One round trip.
+
+        (0, 0) if the right had ended or the daemon is unreachable: nothing was stored then, as far as is known.
+        """
+        if self._let_go:
+            return 0, 0
+        n = len(self) if n_blocks is None else n_blocks
+        if not 0 <= n <= len(self):
+            raise BadInputError(f"commit of {n} blocks; {len(self)} are reserved")
+        if n == 0:
+            self.abort()
+            return 0, 0
+        self._let_go_now("it was committed")
+        try:
+            reply = self._session.call(Method.COMMIT, pb.CommitRequest(reservation_id=self.id, n_blocks=n))
+        except (EndedError, UnavailableError) as error:
+            self.reason = str(error)
+            # Whatever became of it: nothing is written any more.
+            self._session.acknowledge(Method.ABORT, pb.AbortRequest(reservation_id=self.id))
+            return 0, 0
+        assert isinstance(reply, pb.CommitReply)
+        return reply.n_committed, reply.n_duplicate
+
+    def abort(self) -> None:
+        """Give the slots back unseen; nothing may be written to them from here on. Idempotent, never fails."""
+        if self._let_go_now("it was aborted"):
+            self._session.acknowledge(Method.ABORT, pb.AbortRequest(reservation_id=self.id))
+
+    def __del__(self) -> None:
+        if not getattr(self, "_let_go", True):
+            self.abort()
+
+
+def rows_of(array: NDArray[Any], block_bytes: int) -> Bytes:
+    """A C-contiguous array as uint8 [n, block_bytes], without a copy."""
+    if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
+        raise BadInputError("blocks must be a C-contiguous numpy array [n, ...]; use numpy.ascontiguousarray")
+    if (
+        array.nbytes % block_bytes
+        or array.ndim == 0
+        or (len(array) and array.nbytes != len(array) * block_bytes)
+    ):
+        raise BadInputError(
+            f"an array of shape {array.shape} and {array.nbytes} bytes does not hold whole blocks of {block_bytes} bytes: "
+            "its first dimension must count blocks"
+        )
+    return array.reshape(-1).view(np.uint8).reshape(-1, block_bytes)
+
+
+def _addresses(rows: Bytes) -> NDArray[np.uint64]:
+    n, row_bytes = rows.shape
+    return np.uint64(rows.ctypes.data) + np.arange(n, dtype=np.uint64) * np.uint64(row_bytes)

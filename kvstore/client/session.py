@@ -1,0 +1,455 @@
+"""A client's session: two connections, a background thread, and a rule for when to give up on the daemon.
+
+Calls go over one connection under a lock. The other carries heartbeats, acknowledgements and the daemon's
+events, on a thread of its own. When a call meets its deadline, or a connection breaks, the session turns
+unhealthy: from then on calls fail at once, without waiting, until the thread has heard from the daemon
+again. So a daemon that hangs costs its callers one deadline, not one each.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from google.protobuf.message import Message
+from numpy.typing import NDArray
+
+from kvstore.client.mapping import Regions
+from kvstore.client.transport import TimedOutError, Transport
+from kvstore.errors import EndedError, KVStoreError, ProtocolError, SessionEndedError, UnavailableError
+from kvstore.native import Mapping
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.framing import (
+    FLAG_ERROR,
+    FLAG_REPLY,
+    MAX_DESCRIPTORS,
+    PROTOCOL_VERSION_MAX,
+    PROTOCOL_VERSION_MIN,
+    Method,
+    decode,
+)
+
+RETRY_S_MIN = 0.02
+RETRY_S_MAX = 1.0
+POLL_S_MAX = 1.0
+
+
+class Claimed:
+    """What a session must hear about: something with a right that can end before its holder lets go."""
+
+    def end(self, why: str) -> None:
+        """The right is gone; must not block nor call the session."""
+        raise NotImplementedError
+
+
+class Session:
+    """See the module. All methods may be called from any thread.
+
+    Construction connects and raises UnavailableError if that fails and ``required``.
+    """
+
+    def __init__(
+        self, path: Path, tenant: str, client_name: str, timeout_s: float, *, required: bool
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._path = path
+        self._tenant = tenant
+        self._client_name = client_name
+        self._lock = threading.RLock()
+        self._reset()
+        try:
+            self._connect(time.monotonic() + timeout_s)
+        except KVStoreError as error:
+            if required or not isinstance(error, UnavailableError):
+                self._close_wake()
+                raise
+        self._start_thread()
+
+    def _reset(self) -> None:
+        """The state of a session that never connected; also what a forked child starts from."""
+        self._pid = os.getpid()
+        self._calls: Transport | None = None
+        self._events: Transport | None = None
+        self._token = b""
+        self._healthy = threading.Event()
+        self._closed = False
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._acks: deque[tuple[Method, Message]] = deque()
+        self._claims: weakref.WeakValueDictionary[tuple[bool, int], Claimed] = weakref.WeakValueDictionary()
+        self._generations: NDArray[np.uint64] = np.empty(0, np.uint64)
+        self._heartbeat_s = 1.0
+        self._beat_at_s = 0.0
+        self._beat_sent = False
+        self._retry_s = RETRY_S_MIN
+        self._thread: threading.Thread | None = None
+        self.regions = Regions(self._region_unmapped)
+        self.epoch = 0
+        self.session_id = 0
+        self.server_version = ""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the daemon answered last time."""
+        return self._healthy.is_set()
+
+    def wait_healthy(self, timeout_s: float) -> bool:
+        """Block until the daemon answers again, at most ``timeout_s``."""
+        return self._healthy.wait(timeout_s)
+
+    # Calls ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Several calls and mappings as one step; nobody else's call comes between."""
+        if self._pid != os.getpid():
+            self._after_fork()
+        with self._lock:
+            yield
+
+    def call(self, method: Method, request: Message, timeout_s: float | None = None) -> Message:
+        """One request and its reply. Raises what the daemon answers, or UnavailableError by the deadline."""
+        deadline_s = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        with self.exclusive():
+            return self._call(method, request, deadline_s, None)
+
+    def _call(
+        self, method: Method, request: Message, deadline_s: float, descriptors: list[int] | None
+    ) -> Message:
+        if self._closed:
+            raise UnavailableError("the client is closed")
+        calls = self._calls
+        if calls is None or not self._healthy.is_set():
+            raise UnavailableError(f"the daemon at {self._path} is down or does not answer")
+        try:
+            reply = calls.call(method, request, deadline_s, descriptors)
+        except TimedOutError:
+            self._suspect()
+            raise
+        except (UnavailableError, ProtocolError) as error:
+            self._disconnected(str(error))
+            raise UnavailableError(str(error)) from error
+        except SessionEndedError as error:
+            self._disconnected(str(error))  # the thread says hello again
+            raise UnavailableError(str(error)) from error
+        if calls.late:
+            self._give_back(calls)
+        return reply
+
+    def map_missing(self, region_ids: NDArray[np.uint32], *, writable: bool) -> None:
+        """Map what is not mapped yet of these regions. Raises UnavailableError if that can't be done."""
+        missing = self.regions.missing(region_ids)
+        for start in range(0, len(missing), MAX_DESCRIPTORS):
+            self._map(missing[start : start + MAX_DESCRIPTORS], writable=writable)
+
+    def _map(self, region_ids: list[int], *, writable: bool) -> None:
+        deadline_s = time.monotonic() + self.timeout_s
+        fds: list[int] = []
+        try:
+            reply = self._call(
+                Method.MAP_REGIONS,
+                pb.MapRegionsRequest(region_ids=region_ids, writable=writable),
+                deadline_s,
+                fds,
+            )
+            assert isinstance(reply, pb.MapRegionsReply)
+            if len(fds) != len(region_ids) or len(reply.sizes_bytes) != len(region_ids):
+                raise UnavailableError(
+                    f"{len(fds)} descriptors came for {len(region_ids)} regions: is a descriptor limit reached?"
+                )
+            for region_id, fd, size_bytes in zip(region_ids, fds, reply.sizes_bytes, strict=True):
+                self.regions.add(region_id, fd, size_bytes, writable=writable)
+        except OSError as error:
+            raise UnavailableError(
+                f"the daemon's memory can't be mapped: {error.strerror or error}"
+            ) from error
+        finally:
+            for fd in fds:
+                os.close(fd)
+        if writable:
+            # Only when the daemon knows that we have our writable mapping can it seal, and others read.
+            self._call(
+                Method.REGIONS_MAPPED, pb.RegionsMappedRequest(region_ids=region_ids), deadline_s, None
+            )
+
+    def generations(self, indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """The generations of slots as they are now, uint64 [n]; changed ones mean other contents."""
+        return self._generations[indices]
+
+    # Claims and acknowledgements -----------------------------------------------------------------
+
+    def watch(self, lease: bool, claim_id: int, claimed: Claimed) -> None:
+        """Tell ``claimed`` when its right ends; it is kept weakly."""
+        self._claims[(lease, claim_id)] = claimed
+
+    def acknowledge(self, method: Method, request: Message) -> None:
+        """Send later, from the session's thread; never blocks, never fails. For what is no longer used."""
+        if self._pid != os.getpid():
+            return
+        self._acks.append((method, request))
+        self._wake()
+
+    def release(self, lease_id: int) -> None:
+        """Give up a lease without waiting for an answer; never fails."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            calls = self._calls
+            if calls is not None and self._healthy.is_set():
+                try:
+                    calls.send(
+                        Method.RELEASE,
+                        pb.ReleaseRequest(lease_id=lease_id),
+                        time.monotonic() + self.timeout_s,
+                        no_reply=True,
+                    )
+                except KVStoreError as error:
+                    self._disconnected(str(error))
+                else:
+                    return
+        self.acknowledge(Method.RELEASE, pb.ReleaseRequest(lease_id=lease_id))
+
+    def _region_unmapped(self, region_id: int) -> None:
+        self.acknowledge(Method.REGIONS_UNMAPPED, pb.RegionsUnmappedRequest(region_ids=[region_id]))
+
+    def _give_back(self, calls: Transport) -> None:
+        """What late replies granted is of no use to anyone."""
+        for reply in calls.late:
+            if isinstance(reply, pb.LeaseReply) and reply.lease_id:
+                self.acknowledge(Method.RELEASE, pb.ReleaseRequest(lease_id=reply.lease_id))
+            elif isinstance(reply, pb.ReserveReply) and reply.reservation_id:
+                self.acknowledge(Method.ABORT, pb.AbortRequest(reservation_id=reply.reservation_id))
+            elif isinstance(reply, pb.PinReply) and reply.pin_id:
+                self.acknowledge(Method.UNPIN, pb.UnpinRequest(pin_id=reply.pin_id))
+        calls.late.clear()
+
+    def _end_claims(self, why: str) -> None:
+        for claimed in list(self._claims.values()):
+            claimed.end(why)
+        self._claims.clear()
+
+    # Connecting ----------------------------------------------------------------------------------
+
+    def _connect(self, deadline_s: float) -> None:
+        """Say hello on both connections, back to the old session if the daemon still knows it."""
+        hello = pb.HelloRequest(
+            version_min=PROTOCOL_VERSION_MIN, version_max=PROTOCOL_VERSION_MAX, tenant=self._tenant,
+            client_name=self._client_name, session_token=self._token,
+        )  # fmt: skip
+        fds: list[int] = []
+        calls = events = None
+        try:
+            calls = Transport(self._path, deadline_s - time.monotonic())
+            reply = _hello(calls, hello, deadline_s, fds)
+            events = Transport(self._path, deadline_s - time.monotonic())
+            hello.channel, hello.session_token = pb.CHANNEL_EVENTS, reply.session_token
+            _hello(events, hello, deadline_s, None)
+            if len(fds) != 1:
+                raise UnavailableError("the daemon passed no descriptor: is a descriptor limit reached?")
+            generations = (
+                Mapping(fds[0], reply.generations_bytes, writable=False, inherit=False)
+                .array()
+                .view(np.uint64)
+            )
+        except (KVStoreError, OSError, ValueError) as error:
+            for transport in (calls, events):
+                if transport is not None:
+                    transport.close()
+            if isinstance(error, KVStoreError) and not isinstance(error, EndedError | ProtocolError):
+                raise
+            raise UnavailableError(f"the daemon at {self._path} can't be used: {error}") from error
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self._end_claims("the connection to the daemon was lost meanwhile")
+        if (reply.epoch, reply.session_id) != (self.epoch, self.session_id):
+            # What is mapped belongs to a session that is gone; arrays keep their own mappings.
+            self.regions.drop_all()
+            self.regions = Regions(self._region_unmapped)
+            self._acks.clear()
+        self._calls, self._events = calls, events
+        self._token, self.epoch, self.session_id = reply.session_token, reply.epoch, reply.session_id
+        self._heartbeat_s, self.server_version = reply.heartbeat_s, reply.server_version
+        self._generations = generations
+        self._healthy.set()
+
+    def _suspect(self) -> None:
+        """No call is tried until the daemon has answered a heartbeat."""
+        self._healthy.clear()
+        self._wake()
+
+    def _disconnected(self, why: str) -> None:
+        self._healthy.clear()
+        for transport in (self._calls, self._events):
+            if transport is not None:
+                transport.close()
+        self._calls = self._events = None
+        self._end_claims(why)
+        self._wake()
+
+    def _after_fork(self) -> None:
+        """In a forked child: the parent's connections, leases and mappings are none of ours."""
+        self._lock = threading.RLock()  # a thread that is not here may have held it
+        for transport in (self._calls, self._events):
+            if transport is not None:
+                transport.close()
+        self._end_claims("a forked child has no right to its parent's leases")
+        os.close(self._wake_fd)
+        self._reset()
+        try:
+            self._connect(time.monotonic() + self.timeout_s)
+        except UnavailableError:
+            pass
+        self._start_thread()
+
+    def close(self) -> None:
+        """Say goodbye and end the thread; blocks until it has ended. Idempotent.
+
+        If arrays over the daemon's memory are still alive, their slots stay out of use until this process
+        ends: the daemon is then not told that nothing is used any more.
+        """
+        with self._lock:
+            if self._closed or self._pid != os.getpid():
+                self._closed = True
+                return
+            self._end_claims("the client was closed")
+            if self.regions.drop_all() and self._calls is not None and self._healthy.is_set():
+                try:
+                    self._calls.call(Method.GOODBYE, pb.GoodbyeRequest(), time.monotonic() + self.timeout_s)
+                except KVStoreError:
+                    pass  # gone or hanging: the kernel tells it when this process ends
+            self._closed = True
+            self._disconnected("the client was closed")
+        if self._thread is not None:
+            self._thread.join()
+        self._close_wake()
+
+    # The thread ----------------------------------------------------------------------------------
+
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(
+            target=_run, args=(weakref.ref(self), self._wake_fd), name="kvstore-session", daemon=True
+        )
+        self._thread.start()
+
+    def tick(self) -> tuple[int, float] | None:
+        """One turn of the thread: connect, acknowledge, beat. What to poll and for how long; None = ended."""
+        if self._closed or self._pid != os.getpid():
+            return None
+        events = self._events
+        if events is None:
+            events = self._reconnect()
+            if events is None:
+                return -1, self._retry_s
+        now_s = time.monotonic()
+        try:
+            while self._acks:
+                method, request = self._acks[0]
+                events.send(method, request, now_s + self.timeout_s, no_reply=True)
+                self._acks.popleft()
+            if now_s >= self._beat_at_s or (not self._healthy.is_set() and not self._beat_sent):
+                events.send(Method.HEARTBEAT, pb.HeartbeatRequest(), now_s + self.timeout_s)
+                self._beat_sent = True
+                self._beat_at_s = now_s + self._heartbeat_s / 2
+        except KVStoreError as error:
+            self._break(events, str(error))
+            return -1, RETRY_S_MIN
+        return events.fileno(), min(max(self._beat_at_s - now_s, 0.0), POLL_S_MAX)
+
+    def listen(self) -> None:
+        """Take what the daemon sent on the events connection; call it when there is something."""
+        events = self._events
+        if events is None:
+            return
+        try:
+            frames = events.receive_ready()
+            for method, flags, _, payload in frames:
+                if method == Method.EVENT:
+                    self._on_event(decode(pb.Event, payload))
+                elif method == Method.HEARTBEAT and flags == FLAG_REPLY:
+                    self._beat_sent = False
+                    if self._calls is not None:
+                        self._healthy.set()
+                elif flags & FLAG_ERROR and method == Method.HEARTBEAT:
+                    raise SessionEndedError("the daemon has ended the session")
+        except KVStoreError as error:
+            self._break(events, str(error))
+
+    def _on_event(self, event: pb.Event) -> None:
+        for lease, ids in ((True, event.ended_leases), (False, event.ended_reservations)):
+            for claim_id in ids:
+                claimed = self._claims.pop((lease, claim_id), None)
+                if claimed is not None:
+                    claimed.end("its time was up")
+        if event.retired_regions:
+            with self._lock:
+                self.regions.retire(event.retired_regions)
+
+    def _reconnect(self) -> Transport | None:
+        with self._lock:
+            if self._closed:
+                return None
+            try:
+                self._connect(time.monotonic() + self.timeout_s)
+            except UnavailableError:
+                self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
+                return None
+            self._retry_s, self._beat_at_s, self._beat_sent = RETRY_S_MIN, 0.0, False
+            return self._events
+
+    def _break(self, events: Transport, why: str) -> None:
+        with self._lock:
+            if self._events is events:
+                self._disconnected(why)
+
+    def _wake(self) -> None:
+        try:
+            os.eventfd_write(self._wake_fd, 1)
+        except OSError:
+            pass  # closed: nobody needs to be woken
+
+    def _close_wake(self) -> None:
+        if self._wake_fd >= 0:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+
+
+def _run(ref: weakref.ref[Session], wake_fd: int) -> None:
+    """The thread: holds the session only while it works, so that a forgotten client can be collected."""
+    while True:
+        session = ref()
+        polled = session.tick() if session is not None else None
+        del session
+        if polled is None:
+            return
+        fd, timeout_s = polled
+        poller = select.poll()
+        poller.register(wake_fd, select.POLLIN)
+        if fd >= 0:
+            poller.register(fd, select.POLLIN)
+        ready = [ready_fd for ready_fd, _ in poller.poll(timeout_s * 1000)]
+        if wake_fd in ready:
+            try:
+                os.eventfd_read(wake_fd)
+            except OSError:
+                pass  # somebody else emptied it, or the session was closed
+        if fd in ready:
+            session = ref()
+            if session is not None:
+                session.listen()
+            del session
+
+
+def _hello(
+    transport: Transport, hello: pb.HelloRequest, deadline_s: float, fds: list[int] | None
+) -> pb.HelloReply:
+    reply = transport.call(Method.HELLO, hello, deadline_s, fds)
+    assert isinstance(reply, pb.HelloReply)
+    return reply

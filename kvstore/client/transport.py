@@ -1,0 +1,147 @@
+"""A blocking framed socket with a deadline on every call."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+from google.protobuf.message import Message
+
+from kvstore.errors import ProtocolError, UnavailableError
+from kvstore.wire import faults
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.framing import (
+    FLAG_ERROR,
+    FLAG_NO_REPLY,
+    FLAG_REPLY,
+    HEADER_BYTES,
+    MAX_DESCRIPTORS,
+    REPLIES,
+    Method,
+    decode,
+    decode_header,
+    encode,
+)
+
+RECEIVE_BYTES = 256 << 10
+READY_S = 1.0
+
+
+class TimedOutError(UnavailableError):
+    """No answer by the deadline. The connection is intact; the answer may still come and is then skipped."""
+
+
+class Transport:
+    """One connection to a daemon. Not thread-safe.
+
+    ``late`` collects replies that came after their caller had given up, so that the session can give back
+    what they granted.
+    """
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        """Connect; raises UnavailableError with the way out if nobody answers there."""
+        self.late: list[Message] = []
+        self._inbox = bytearray()
+        self._next_id = 1
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._sock.settimeout(timeout_s)
+        try:
+            self._sock.connect(os.fspath(path))
+        except OSError as error:
+            self._sock.close()
+            raise UnavailableError(
+                f"no kvstore daemon answers at {path} ({error.strerror or error}): start one with `kvstore serve --socket {path}`"
+            ) from error
+
+    def fileno(self) -> int:
+        """The descriptor to poll."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def call(
+        self, method: Method, request: Message, deadline_s: float, descriptors: list[int] | None = None
+    ) -> Message:
+        """Send a request and wait for its reply.
+
+        With ``descriptors`` a list, received ones are appended to it; the caller owns and closes them.
+        Raises what the daemon answered, TimedOutError at the deadline, UnavailableError if the connection broke.
+        """
+        request_id = self.send(method, request, deadline_s)
+        while True:
+            reply_method, flags, reply_id, payload = self.receive(deadline_s, descriptors)
+            if not flags & FLAG_REPLY:
+                continue
+            if reply_id == request_id:
+                if flags & FLAG_ERROR:
+                    raise faults.to_exception(decode(pb.Error, payload))
+                return decode(REPLIES[reply_method], payload)
+            if not flags & FLAG_ERROR:
+                self.late.append(decode(REPLIES[reply_method], payload))
+
+    def send(self, method: Method, request: Message, deadline_s: float, *, no_reply: bool = False) -> int:
+        """Send one request and return its id; a partly sent frame at the deadline breaks the connection."""
+        request_id = self._next_id
+        self._next_id += 1
+        frame = encode(method, FLAG_NO_REPLY if no_reply else 0, request_id, request)
+        try:
+            self._arm(deadline_s)
+            self._sock.sendall(frame)
+        except (OSError, TimedOutError) as error:
+            self.close()
+            raise UnavailableError(f"the daemon took no {method.name} request: {error}") from error
+        return request_id
+
+    def receive(self, deadline_s: float, descriptors: list[int] | None = None) -> tuple[int, int, int, bytes]:
+        """The next whole frame: (method, flags, request id, payload)."""
+        while (frame := self._take()) is None:
+            self._inbox += self._receive_some(deadline_s, descriptors)
+        return frame
+
+    def receive_ready(self) -> list[tuple[int, int, int, bytes]]:
+        """The whole frames that are there, after one read; for use when the socket is readable."""
+        self._inbox += self._receive_some(time.monotonic() + READY_S, None)
+        frames = []
+        while (frame := self._take()) is not None:
+            frames.append(frame)
+        return frames
+
+    def _take(self) -> tuple[int, int, int, bytes] | None:
+        if len(self._inbox) < HEADER_BYTES:
+            return None
+        length, method, flags, request_id = decode_header(self._inbox)
+        end = HEADER_BYTES + length
+        if len(self._inbox) < end:
+            return None
+        payload = bytes(memoryview(self._inbox)[HEADER_BYTES:end])
+        del self._inbox[:end]
+        if flags & FLAG_REPLY and method not in REPLIES:
+            raise ProtocolError(f"a reply to method {method} can't be")
+        return method, flags, request_id, payload
+
+    def _receive_some(self, deadline_s: float, descriptors: list[int] | None) -> bytes:
+        try:
+            self._arm(deadline_s)
+            if descriptors is None:
+                data = self._sock.recv(RECEIVE_BYTES)
+            else:
+                data, fds, _, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, MAX_DESCRIPTORS)
+                descriptors.extend(fds)
+        except TimeoutError as error:
+            raise TimedOutError("the daemon gave no answer by the deadline") from error
+        except OSError as error:
+            self.close()
+            raise UnavailableError(f"the connection to the daemon broke: {error}") from error
+        if not data:
+            self.close()
+            raise UnavailableError("the daemon closed the connection")
+        return data
+
+    def _arm(self, deadline_s: float) -> None:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimedOutError("the daemon gave no answer by the deadline")
+        self._sock.settimeout(left_s)

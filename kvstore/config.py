@@ -1,0 +1,114 @@
+"""Settings of the daemon, their units and their limits."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.errors import ConfigError
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": 1 << 10, "kib": 1 << 10, "kb": 1000,
+    "m": 1 << 20, "mib": 1 << 20, "mb": 1000**2,
+    "g": 1 << 30, "gib": 1 << 30, "gb": 1000**3,
+    "t": 1 << 40, "tib": 1 << 40, "tb": 1000**4,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+UNIX_PATH_BYTES_MAX = 107
+"""Longest path of a Unix socket on Linux, without its final zero byte."""
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of a size such as ``64KiB``, ``1.5GiB``, ``2GB`` or ``4096``; raises ConfigError."""
+    match = _SIZE.fullmatch(str(text))
+    unit = match and match[2].lower()
+    if match is None or unit not in _UNITS:
+        raise ConfigError(f"{text!r} is not a size; write for example 4096, 64KiB, 1.5GiB or 2GB")
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def format_size(size_bytes: float) -> str:
+    """A size for people, in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size_bytes) < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
+def default_socket_path() -> Path:
+    """``$KVSTORE_SOCKET``, else a path in the user's own run-time directory."""
+    named = os.environ.get("KVSTORE_SOCKET")
+    if named:
+        return Path(named)
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    base = Path(runtime) / "kvstore" if runtime else Path(f"/tmp/kvstore-{os.getuid()}")  # noqa: S108 - made 0700, owner checked
+    return base / "kvstored.sock"
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonConfig:
+    """Everything ``kvstored`` can be told. Raises ConfigError for values that can't work.
+
+    ``policy_clock`` is ``"system"``, or ``"client"`` to let requests carry the time that policies see
+    (replays of traces).
+    """
+
+    socket_path: Path
+    dram_bytes: int = 1 * GIB
+    region_bytes: int = 0
+    prefault: bool = True
+    policy: str = "lru"
+    policy_clock: str = "system"
+    lease_s_default: float = 30.0
+    lease_s_max: float = 600.0
+    heartbeat_s: float = 10.0
+    hello_s: float = 5.0
+    max_clients: int = 1024
+
+    def __post_init__(self) -> None:
+        path = str(self.socket_path)
+        if len(os.fsencode(path)) > UNIX_PATH_BYTES_MAX:
+            raise ConfigError(
+                f"the socket path {path!r} is longer than the {UNIX_PATH_BYTES_MAX} bytes Linux allows: choose a shorter --socket"
+            )
+        if self.dram_bytes < MIB:
+            raise ConfigError(
+                f"a DRAM tier of {self.dram_bytes} bytes is too small: give --dram at least 1MiB"
+            )
+        physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if self.dram_bytes > physical_bytes:
+            raise ConfigError(
+                f"a DRAM tier of {format_size(self.dram_bytes)} does not fit this machine's {format_size(physical_bytes)}: lower --dram"
+            )
+        if self.region_bytes and self.region_bytes < MIB:
+            raise ConfigError(
+                f"region_bytes is {self.region_bytes}; give at least 1MiB, or 0 for a size that fits the tier"
+            )
+        if self.policy_clock not in ("system", "client"):
+            raise ConfigError(f"policy_clock is {self.policy_clock!r}; known are system, client")
+        for name in ("lease_s_default", "lease_s_max", "heartbeat_s", "hello_s"):
+            value = getattr(self, name)
+            if not 0.01 <= value <= 86400:
+                raise ConfigError(f"{name} is {value!r}; it must be from 0.01 to 86400 seconds")
+        if self.lease_s_default > self.lease_s_max:
+            raise ConfigError(
+                f"lease_s_default {self.lease_s_default} is above lease_s_max {self.lease_s_max}"
+            )
+        if not 1 <= self.max_clients <= 65536:
+            raise ConfigError(f"max_clients is {self.max_clients}; it must be from 1 to 65536")
+
+    @property
+    def region_bytes_effective(self) -> int:
+        """The region size in use: as configured, else 64 MiB or a sixteenth of a small tier."""
+        if self.region_bytes:
+            return self.region_bytes // 4096 * 4096
+        # Whole huge pages.
+        return max(2 * MIB, min(64 * MIB, self.dram_bytes // 16 // (2 * MIB) * 2 * MIB))

@@ -1,0 +1,146 @@
+"""Leases, reservations and pins: who may read or fill what, until when, and who still could.
+
+Two things end separately (invariant 4). The *right* ends at the deadline, at disconnect, or with the
+epoch. The *hold* on the slots ends only when every client that could have them mapped has said that it
+stopped (release, abort), or its process is gone. Between the two a claim is "ended": it can't be used
+or renewed, and its slots can't be reused.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.prefix_index.rows import RowPath
+
+
+@dataclass(slots=True)
+class Claim:
+    """What leases, reservations and pins have in common. ``holders`` maps session id -> right still valid."""
+
+    id: int
+    tenant: str
+    deadline_s: float
+    holders: dict[int, bool]
+
+    @property
+    def ended(self) -> bool:
+        """No holder has the right any more."""
+        return not any(self.holders.values())
+
+
+@dataclass(slots=True)
+class Lease(Claim):
+    """The right to read blocks in place. ``ids`` are pinned in the index until the hold ends."""
+
+    ids: NDArray[np.uint32]
+    n_blocks: int
+    partial_tokens: int
+    n_tokens: int
+
+
+@dataclass(slots=True)
+class Pin(Claim):
+    """Blocks that must stay, without a right to read them."""
+
+    ids: NDArray[np.uint32]
+
+
+@dataclass(slots=True)
+class Reservation(Claim):
+    """The right to fill slots that nobody can see yet. ``prefix_ids`` (the ancestors) stay pinned."""
+
+    writer: int
+    root_key: bytes
+    path: RowPath
+    slot_bytes: int
+    block_bytes: int
+    first_block: int
+    n_present: int
+    n_wanted: int
+    prefix_ids: NDArray[np.uint32]
+    time_s: float
+    category: int = 0
+    skipped_reason: str = ""
+    slots: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    quarantined: bool = False
+
+
+ClaimT = TypeVar("ClaimT", bound=Claim)
+
+
+class ClaimTable(Generic[ClaimT]):
+    """Claims of one kind by id, with their deadlines. Not thread-safe; never blocks."""
+
+    def __init__(self) -> None:
+        self._claims: dict[int, ClaimT] = {}
+        self._by_session: dict[int, set[int]] = {}
+        self._deadlines: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def __iter__(self) -> Iterator[ClaimT]:
+        return iter(self._claims.values())
+
+    def get(self, claim_id: int) -> ClaimT | None:
+        return self._claims.get(claim_id)
+
+    def add(self, claim: ClaimT) -> None:
+        self._claims[claim.id] = claim
+        for session_id in claim.holders:
+            self._by_session.setdefault(session_id, set()).add(claim.id)
+        heapq.heappush(self._deadlines, (claim.deadline_s, claim.id))
+
+    def join(self, claim: ClaimT, session_id: int) -> None:
+        """Make another session a holder with the same right."""
+        claim.holders[session_id] = True
+        self._by_session.setdefault(session_id, set()).add(claim.id)
+
+    def renew(self, claim: ClaimT, deadline_s: float) -> None:
+        """Move the deadline; the claim must not have ended."""
+        claim.deadline_s = deadline_s
+        heapq.heappush(self._deadlines, (deadline_s, claim.id))
+
+    def drop_holder(self, claim: ClaimT, session_id: int) -> bool:
+        """The session stopped using it. True if that was the last hold: the claim is gone."""
+        claim.holders.pop(session_id, None)
+        held = self._by_session.get(session_id)
+        if held is not None:
+            held.discard(claim.id)
+            if not held:
+                del self._by_session[session_id]
+        if claim.holders:
+            return False
+        self._claims.pop(claim.id, None)
+        return True
+
+    def count_of(self, session_id: int) -> int:
+        """How many claims a session holds."""
+        return len(self._by_session.get(session_id, ()))
+
+    def of_session(self, session_id: int) -> list[ClaimT]:
+        """The claims a session holds, with or without a right."""
+        return [self._claims[claim_id] for claim_id in sorted(self._by_session.get(session_id, ()))]
+
+    def expire(self, now_s: float, most: int) -> list[ClaimT]:
+        """End the right of at most ``most`` claims past their deadline and return those it ended."""
+        ended: list[ClaimT] = []
+        while self._deadlines and self._deadlines[0][0] <= now_s and len(ended) < most:
+            deadline_s, claim_id = heapq.heappop(self._deadlines)
+            claim = self._claims.get(claim_id)
+            # A renewed claim has a later entry; one that is gone or ended needs nothing.
+            if claim is None or claim.deadline_s != deadline_s or claim.ended:
+                continue
+            for session_id in claim.holders:
+                claim.holders[session_id] = False
+            ended.append(claim)
+        if len(self._deadlines) > 64 + 4 * len(self._claims):
+            self._deadlines = [(c.deadline_s, c.id) for c in self._claims.values()]
+            heapq.heapify(self._deadlines)
+        return ended

@@ -1,0 +1,8 @@
+"""Memory without Python's lock: batched copies with streaming stores, shared mappings, page population."""
+
+from __future__ import annotations
+
+from kvstore.native.mapping import Mapping, huge_pages_note, populate
+from kvstore.native.memcopy import backend, copy_batch
+
+__all__ = ["Mapping", "backend", "copy_batch", "huge_pages_note", "populate"]

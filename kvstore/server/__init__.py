@@ -1,0 +1,1 @@
+"""The daemon: sessions, connections and handlers around one store."""

@@ -1,0 +1,352 @@
+"""kvstored: accepts clients, feeds their frames to the handlers, ends what is overdue."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Awaitable
+
+from kvstore import __version__
+from kvstore.clock import Clock, SystemClock
+from kvstore.config import DaemonConfig
+from kvstore.errors import BadInputError, KVStoreError, ProtocolError, SessionEndedError, VersionError
+from kvstore.lease import Lease
+from kvstore.prefix_index.index import PrefixIndex
+from kvstore.prefix_index.policy import make_policy
+from kvstore.server.connection import Connection
+from kvstore.server.handlers import Handlers, Reply
+from kvstore.server.listen import ListeningSocket
+from kvstore.server.session import Session, Sessions
+from kvstore.store.store import LeaseLimits, Store
+from kvstore.tiers.dram import DramTier
+from kvstore.types import Namespace
+from kvstore.wire import faults
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.framing import (
+    FLAG_ERROR,
+    FLAG_NO_REPLY,
+    FLAG_REPLY,
+    PROTOCOL_VERSION_MAX,
+    PROTOCOL_VERSION_MIN,
+    REQUESTS,
+    Method,
+    decode,
+    encode,
+)
+
+TICK_S = 0.05
+LATE_HEARTBEATS_ALLOWED = 3
+CLIENT_NAME_CHARS_MAX = 256
+ACKNOWLEDGEMENTS = frozenset({Method.RELEASE, Method.ABORT, Method.REGIONS_UNMAPPED, Method.GOODBYE})
+"""What a session that was cut off may still say: that it stopped using something."""
+
+log = logging.getLogger("kvstore.server")
+
+
+class Daemon:
+    """One daemon. Create it inside a running loop, then ``start``; ``stop`` releases everything.
+
+    Raises SocketInUseError or ConfigError from the constructor if the socket can't be served.
+    """
+
+    def __init__(self, config: DaemonConfig, clock: Clock | None = None) -> None:
+        self._config = config
+        self._clock = clock or SystemClock()
+        self._loop = asyncio.get_running_loop()
+        self._listening = ListeningSocket(config.socket_path)
+        try:
+            self.store = _make_store(config, self._clock)
+        except BaseException:
+            self._listening.close()
+            raise
+        self.epoch = time.time_ns()
+        self.sessions = Sessions(self._loop.add_reader, self._loop.remove_reader)
+        self._handlers = Handlers(self.store, config.policy_clock == "client", self._more_stats)
+        self._connections: set[Connection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tick_handle: asyncio.TimerHandle | None = None
+        self._tick_due_s = 0.0
+        self._loop_lag_s_max = 0.0
+        self._asked_to_unmap: dict[int, set[int]] = {}
+
+    def start(self) -> None:
+        """Accept clients from now on."""
+        self._loop.add_reader(self._listening.sock, self._accept)
+        self._schedule_tick()
+
+    async def stop(self) -> None:
+        """Close every connection, finish moves under way, give back memory, descriptors and the socket file."""
+        if self._tick_handle is not None:
+            self._tick_handle.cancel()
+        self._loop.remove_reader(self._listening.sock)
+        if self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        for connection in list(self._connections):
+            connection.close()
+        for session in self.sessions:
+            self._forget(session)
+        self.store.dram.close()
+        self._listening.close()
+
+    # Connections ---------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listening.sock.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            # Out of descriptors: the client sees a refused or closed connection; the daemon goes on.
+            log.error("a client could not be accepted: %s", error)
+            return
+        sock.setblocking(False)
+        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid not in (os.getuid(), 0) or len(self._connections) >= 2 * self._config.max_clients:
+            log.warning("a connection of user %d, process %d was refused", uid, pid)
+            sock.close()
+            return
+        connection = Connection(self._loop, sock, self._on_frame, self._on_close)
+        connection.context = _Greeting(pid, self._clock.now_s() + self._config.hello_s)
+        self._connections.add(connection)
+
+    def _on_close(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        session = connection.context
+        if not isinstance(session, Session):
+            return
+        if session.events is connection:
+            session.events = None
+        elif session.calls is connection and self.sessions.get(session.id) is session:
+            self._cut_off(session)
+            if session.pidfd is None:
+                self._forget(session)
+
+    def _on_frame(
+        self, connection: Connection, method: int, flags: int, request_id: int, payload: bytes
+    ) -> None:
+        try:
+            result = self._dispatch(connection, method, payload)
+        except Exception as error:  # noqa: BLE001 - whatever a request causes, the daemon goes on and the client hears of it
+            self._reply_error(connection, method, request_id, error)
+            return
+        if isinstance(result, Reply):
+            if not flags & FLAG_NO_REPLY:
+                connection.send(encode(method, FLAG_REPLY, request_id, result.message), result.descriptors)
+            return
+        connection.pause()
+        task = self._loop.create_task(self._reply_later(connection, method, request_id, result))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _reply_later(
+        self, connection: Connection, method: int, request_id: int, result: Awaitable[Reply]
+    ) -> None:
+        try:
+            reply = await result
+            connection.send(encode(method, FLAG_REPLY, request_id, reply.message), reply.descriptors)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._reply_error(connection, method, request_id, error)
+        finally:
+            connection.resume()
+
+    def _reply_error(self, connection: Connection, method: int, request_id: int, error: Exception) -> None:
+        if not isinstance(error, KVStoreError):
+            log.error("a %s request failed", Method(method).name, exc_info=error)
+        connection.send(encode(method, FLAG_REPLY | FLAG_ERROR, request_id, faults.to_message(error)))
+        if not isinstance(connection.context, Session):
+            connection.close_after_sending()
+
+    def _dispatch(self, connection: Connection, method: int, payload: bytes) -> Reply | Awaitable[Reply]:
+        session = connection.context
+        if not isinstance(session, Session):
+            if method != Method.HELLO:
+                raise ProtocolError(f"the first message must be HELLO, not {Method(method).name}")
+            return self._hello(connection, decode(pb.HelloRequest, payload))
+        if not session.live and method not in ACKNOWLEDGEMENTS:
+            raise SessionEndedError(
+                "the session has ended (no heartbeat for too long, or goodbye): say hello again"
+            )
+        if method == Method.HEARTBEAT:
+            session.heartbeat_at_s = self._clock.now_s()
+            return Reply(pb.HeartbeatReply(epoch=self.epoch))
+        if method == Method.GOODBYE:
+            self._forget(session)
+            return Reply(pb.GoodbyeReply())
+        handler = self._handlers.by_method.get(method)
+        if handler is None:
+            raise ProtocolError(f"{Method(method).name} can't be asked for here")
+        return handler(session, decode(REQUESTS[method], payload))
+
+    # Sessions ------------------------------------------------------------------------------------
+
+    def _hello(self, connection: Connection, request: pb.HelloRequest) -> Reply:
+        version = min(request.version_max, PROTOCOL_VERSION_MAX)
+        if version < max(request.version_min, PROTOCOL_VERSION_MIN):
+            raise VersionError(
+                f"the client speaks protocol versions {request.version_min}..{request.version_max}, this daemon (kvstored "
+                f"{__version__}) {PROTOCOL_VERSION_MIN}..{PROTOCOL_VERSION_MAX}: install matching versions"
+            )
+        if request.channel == pb.CHANNEL_EVENTS:
+            session = self.sessions.by_token(request.session_token)
+            if session is None or not session.live:
+                raise SessionEndedError("the session to join has ended: connect again")
+            session.events = connection
+        else:
+            session = self._resume_session(connection, request) or self._open_session(connection, request)
+            session.calls = connection
+        connection.context = session
+        reply = pb.HelloReply(
+            version=version,
+            session_id=session.id,
+            session_token=session.token,
+            epoch=self.epoch,
+            heartbeat_s=self._config.heartbeat_s,
+            lease_s_max=self._config.lease_s_max,
+            server_version=__version__,
+            generations_bytes=self.store.dram.generations_bytes,
+        )
+        return Reply(reply, (self.store.dram.generations_fd,) if session.events is not connection else ())
+
+    def _resume_session(self, connection: Connection, request: pb.HelloRequest) -> Session | None:
+        """The session whose token the same process shows again: its rights are gone, its holds go on."""
+        greeting = connection.context
+        assert isinstance(greeting, _Greeting)
+        session = self.sessions.by_token(request.session_token) if request.session_token else None
+        if session is None or session.pid != greeting.pid or session.tenant != (request.tenant or "default"):
+            return None
+        previous, session.calls = session.calls, None
+        if isinstance(previous, Connection):
+            previous.close()
+        self.store.end_rights(session.id)
+        session.live = True
+        session.heartbeat_at_s = self._clock.now_s()
+        return session
+
+    def _open_session(self, connection: Connection, request: pb.HelloRequest) -> Session:
+        greeting = connection.context
+        assert isinstance(greeting, _Greeting)
+        if len(self.sessions) >= self._config.max_clients:
+            raise BadInputError(
+                f"{self._config.max_clients} clients are connected, the most this daemon takes (--max-clients)"
+            )
+        # The same rules for a tenant's name as everywhere.
+        tenant = request.tenant or "default"
+        Namespace.check_tenant(tenant)
+        return self.sessions.open(
+            tenant,
+            request.client_name[:CLIENT_NAME_CHARS_MAX],
+            greeting.pid,
+            self._clock.now_s(),
+            self._forget,
+        )
+
+    def _cut_off(self, session: Session) -> None:
+        session.live = False
+        self.store.end_rights(session.id)
+
+    def _forget(self, session: Session) -> None:
+        if self.sessions.forget(session):
+            self._asked_to_unmap.pop(session.id, None)
+            self.store.forget_session(session.id)
+
+    # Time ----------------------------------------------------------------------------------------
+
+    def _schedule_tick(self) -> None:
+        self._tick_due_s = self._loop.time() + TICK_S
+        self._tick_handle = self._loop.call_at(self._tick_due_s, self._tick)
+
+    def _tick(self) -> None:
+        self._loop_lag_s_max = max(self._loop_lag_s_max * 0.99, self._loop.time() - self._tick_due_s)
+        now_s = self._clock.now_s()
+        silence_s = LATE_HEARTBEATS_ALLOWED * self._config.heartbeat_s
+        for session in self.sessions:
+            if session.live and now_s - session.heartbeat_at_s > silence_s:
+                log.warning(
+                    "client %s (process %d) sent no heartbeat for %.1f s: its rights end",
+                    session.client_name,
+                    session.pid,
+                    silence_s,
+                )
+                self._cut_off(session)
+        for connection in list(self._connections):
+            if isinstance(connection.context, _Greeting) and connection.context.deadline_s < now_s:
+                connection.close()
+        self._tell_ended()
+        self._ask_to_unmap()
+        self._schedule_tick()
+
+    def _tell_ended(self) -> None:
+        events: dict[int, pb.Event] = {}
+        for claim in self.store.expire():
+            for session_id in claim.holders:
+                event = events.setdefault(session_id, pb.Event())
+                (event.ended_leases if isinstance(claim, Lease) else event.ended_reservations).append(
+                    claim.id
+                )
+        for session_id, event in events.items():
+            self._send_event(session_id, event)
+
+    def _ask_to_unmap(self) -> None:
+        for session_id, region_ids in self.store.dram.pending_unmaps().items():
+            asked = self._asked_to_unmap.setdefault(session_id, set())
+            fresh = [region_id for region_id in region_ids if region_id not in asked]
+            if fresh and self._send_event(session_id, pb.Event(retired_regions=fresh)):
+                asked.update(fresh)
+
+    def _send_event(self, session_id: int, event: pb.Event) -> bool:
+        session = self.sessions.get(session_id)
+        if session is None or session.events is None:
+            return False
+        session.events.send_event(event)
+        return True
+
+    def _more_stats(self) -> tuple[dict[str, float], dict[str, str]]:
+        numbers = {
+            "sessions": float(sum(1 for session in self.sessions if session.live)),
+            "sessions_lingering": float(sum(1 for session in self.sessions if not session.live)),
+            "loop_lag_s_max": self._loop_lag_s_max,
+        }
+        return numbers, {
+            "server_version": __version__,
+            "policy": self._config.policy,
+            "epoch": str(self.epoch),
+        }
+
+
+class _Greeting:
+    """What is known of a connection before its hello."""
+
+    def __init__(self, pid: int, deadline_s: float) -> None:
+        self.pid = pid
+        self.deadline_s = deadline_s
+
+
+def _make_store(config: DaemonConfig, clock: Clock) -> Store:
+    index = PrefixIndex(make_policy(config.policy))
+    dram = DramTier(
+        config.dram_bytes,
+        region_bytes=config.region_bytes_effective,
+        starter_bytes=max(256 << 10, config.region_bytes_effective // 16),
+        prefault=config.prefault,
+    )
+    limits = LeaseLimits(config.lease_s_default, config.lease_s_max)
+    return Store(index, dram, clock, limits, spare_bytes=config.region_bytes_effective)
+
+
+async def serve(
+    config: DaemonConfig, ready: asyncio.Event | None = None, stop: asyncio.Event | None = None
+) -> None:
+    """Run a daemon until ``stop`` is set."""
+    stop = stop or asyncio.Event()
+    daemon = Daemon(config)
+    daemon.start()
+    if ready is not None:
+        ready.set()
+    try:
+        await stop.wait()
+    finally:
+        await daemon.stop()

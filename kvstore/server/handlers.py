@@ -1,0 +1,240 @@
+"""What the daemon does for each method, whatever the transport.
+
+A handler takes a session and a request and returns a reply, perhaps with descriptors; ``reserve`` may
+return an awaitable instead, when blocks must be moved before there is room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import Message
+from numpy.typing import NDArray
+
+from kvstore.errors import BadInputError, EndedError, ProtocolError
+from kvstore.lease import Lease, Reservation
+from kvstore.prefix_index.rows import RowPath
+from kvstore.server.session import Session
+from kvstore.store.room import PendingReclaim
+from kvstore.store.store import Prompt, Store
+from kvstore.tiers.dram import DramTier
+from kvstore.types import ExtraKey, Namespace, RowKind
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.framing import MAX_DESCRIPTORS, Method
+from kvstore.wire.packing import U32, U64, pack
+
+RECLAIMS_PER_RESERVE_MAX = 8
+EXTRAS_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A message and the descriptors that travel with it."""
+
+    message: Message
+    descriptors: tuple[int, ...] = ()
+
+
+Result = Reply | Awaitable[Reply]
+
+
+class Handlers:
+    """Handlers over one store. Called on the loop's thread only."""
+
+    def __init__(
+        self,
+        store: Store,
+        client_policy_clock: bool,
+        more_stats: Callable[[], tuple[dict[str, float], dict[str, str]]],
+    ) -> None:
+        self._store = store
+        self._client_policy_clock = client_policy_clock
+        self._more_stats = more_stats
+        self.by_method: dict[int, Callable[[Session, Any], Result]] = {
+            Method.OPEN_NAMESPACE: self.open_namespace,
+            Method.MATCH: self.match,
+            Method.LEASE: self.lease,
+            Method.ATTACH_LEASE: self.attach_lease,
+            Method.RELEASE: self.release,
+            Method.RENEW: self.renew,
+            Method.RESERVE: self.reserve,
+            Method.COMMIT: self.commit,
+            Method.ABORT: self.abort,
+            Method.MAP_REGIONS: self.map_regions,
+            Method.REGIONS_MAPPED: self.regions_mapped,
+            Method.REGIONS_UNMAPPED: self.regions_unmapped,
+            Method.PIN: self.pin,
+            Method.UNPIN: self.unpin,
+            Method.STATS: self.stats,
+        }
+
+    def open_namespace(self, session: Session, request: pb.OpenNamespaceRequest) -> Result:
+        try:
+            plain = json.loads(request.description_json)
+        except ValueError as error:
+            raise BadInputError(f"the namespace description is not JSON: {error}") from None
+        if not isinstance(plain, dict):
+            raise BadInputError(
+                f"the namespace description is {plain!r:.80}; it must be an object with fields"
+            )
+        namespace = Namespace.from_dict(plain)
+        if namespace.tenant != session.tenant:
+            raise BadInputError(
+                f"the namespace belongs to tenant {namespace.tenant!r}, the session to {session.tenant!r}: connect as that tenant"
+            )
+        opened = self._store.namespaces.open(namespace, request.name)
+        return Reply(pb.OpenNamespaceReply(namespace_id=opened.id, digest=opened.digest))
+
+    def match(self, session: Session, request: pb.MatchRequest) -> Result:
+        prompt = self._prompt(session, request.prompt)
+        found = self._store.match(prompt)
+        n_blocks = len(found.ids)
+        n_tokens = n_blocks * prompt.namespace.namespace.spec.block_tokens + found.partial_tokens
+        return Reply(pb.MatchReply(n_blocks=n_blocks, partial_tokens=found.partial_tokens, n_tokens=n_tokens))
+
+    def lease(self, session: Session, request: pb.LeaseRequest) -> Result:
+        prompt = self._prompt(session, request.prompt)
+        lease = self._store.lease(session.id, prompt, request.first_block, request.max_blocks, request.ttl_s)
+        return Reply(self._lease_reply(lease))
+
+    def attach_lease(self, session: Session, request: pb.AttachLeaseRequest) -> Result:
+        return Reply(self._lease_reply(self._store.attach(session.id, session.tenant, request.lease_id)))
+
+    def release(self, session: Session, request: pb.ReleaseRequest) -> Result:
+        return Reply(pb.ReleaseReply(found=self._store.release(session.id, request.lease_id)))
+
+    def renew(self, session: Session, request: pb.RenewRequest) -> Result:
+        return Reply(pb.RenewReply(ttl_s=self._store.renew(session.id, request.lease_id, request.ttl_s)))
+
+    def reserve(self, session: Session, request: pb.ReserveRequest) -> Result:
+        prompt = self._prompt(session, request.prompt)
+        reservation = self._store.begin_reserve(
+            session.id, prompt, request.first_block, request.n_blocks, request.ttl_s
+        )
+        pending = self._store.make_room(reservation)
+        if pending is None:
+            return self._reserve_reply(self._store.finish_reserve(reservation))
+        return self._reserve_after_moves(reservation, pending)
+
+    async def _reserve_after_moves(self, reservation: Reservation, pending: PendingReclaim | None) -> Reply:
+        for _ in range(RECLAIMS_PER_RESERVE_MAX):
+            if pending is None:
+                break
+            try:
+                await asyncio.to_thread(pending.copy)
+            finally:
+                self._store.finish_reclaim(pending)
+            pending = self._store.make_room(reservation)
+        if pending is not None:
+            self._store.cancel_reclaim(pending)
+        return self._reserve_reply(self._store.finish_reserve(reservation))
+
+    def commit(self, session: Session, request: pb.CommitRequest) -> Result:
+        done = self._store.commit(session.id, request.reservation_id, request.n_blocks)
+        return Reply(pb.CommitReply(n_committed=done.n_committed, n_duplicate=done.n_duplicate))
+
+    def abort(self, session: Session, request: pb.AbortRequest) -> Result:
+        return Reply(pb.AbortReply(found=self._store.abort(session.id, request.reservation_id)))
+
+    def map_regions(self, session: Session, request: pb.MapRegionsRequest) -> Result:
+        """Descriptors of regions of the session's own tenant; a writable one goes to its writer only."""
+        ids = list(request.region_ids)
+        if not 0 < len(ids) <= MAX_DESCRIPTORS:
+            raise BadInputError(
+                f"{len(ids)} regions were asked for; ask for 1 to {MAX_DESCRIPTORS} at a time"
+            )
+        regions = [
+            self._store.share_region(session.id, session.tenant, region_id, writable=request.writable)
+            for region_id in ids
+        ]
+        reply = pb.MapRegionsReply(region_ids=ids, sizes_bytes=[region.size_bytes for region in regions])
+        return Reply(reply, tuple(region.fd for region in regions))
+
+    def regions_mapped(self, session: Session, request: pb.RegionsMappedRequest) -> Result:
+        for region_id in request.region_ids:
+            self._store.seal_region(session.id, region_id)
+        return Reply(pb.RegionsMappedReply())
+
+    def regions_unmapped(self, session: Session, request: pb.RegionsUnmappedRequest) -> Result:
+        for region_id in request.region_ids:
+            self._store.dram.remove_mapper(region_id, session.id)
+        return Reply(pb.RegionsUnmappedReply())
+
+    def pin(self, session: Session, request: pb.PinRequest) -> Result:
+        pin = self._store.pin(session.id, self._prompt(session, request.prompt), request.ttl_s)
+        return Reply(pb.PinReply(pin_id=pin.id, n_blocks=len(pin.ids), ttl_s=self._life_s(pin.deadline_s)))
+
+    def unpin(self, session: Session, request: pb.UnpinRequest) -> Result:
+        return Reply(pb.UnpinReply(found=self._store.unpin(session.id, request.pin_id)))
+
+    def stats(self, session: Session, request: pb.StatsRequest) -> Result:  # noqa: ARG002 - every handler has this shape
+        numbers, texts = self._store.stats()
+        more_numbers, more_texts = self._more_stats()
+        return Reply(pb.StatsReply(numbers={**numbers, **more_numbers}, texts={**texts, **more_texts}))
+
+    def _prompt(self, session: Session, message: pb.Prompt) -> Prompt:
+        opened = self._store.namespaces.get(message.namespace_id)
+        if opened is None or opened.namespace.tenant != session.tenant:
+            raise EndedError(
+                f"namespace id {message.namespace_id} is not open here: open the namespace again"
+            )
+        namespace = opened.namespace
+        if namespace.row_kind is RowKind.HASHES:
+            if message.extras:
+                raise BadInputError(
+                    "extra keys go with token rows only; an engine's hash covers its own extras"
+                )
+            path = RowPath.from_hashes(message.rows, namespace.hash_bytes)
+        else:
+            if len(message.extras) > EXTRAS_MAX:
+                raise BadInputError(
+                    f"{len(message.extras)} extra keys in one prompt; the most is {EXTRAS_MAX}"
+                )
+            extras = [ExtraKey(extra.start_token, extra.n_tokens, extra.digest) for extra in message.extras]
+            path = RowPath.from_tokens(message.rows, namespace.spec.block_tokens, extras)
+        time_s = message.policy_time_s if self._client_policy_clock else self._store.clock.now_s()
+        if not np.isfinite(time_s):
+            raise BadInputError(f"policy_time_s is {time_s!r}; it must be a finite number of seconds")
+        return Prompt(
+            opened, opened.root_key(message.salt, message.lora), path, time_s, message.category & 0xFF
+        )
+
+    def _lease_reply(self, lease: Lease) -> pb.LeaseReply:
+        reply = pb.LeaseReply(
+            lease_id=lease.id,
+            n_blocks=lease.n_blocks,
+            partial_tokens=lease.partial_tokens,
+            n_tokens=lease.n_tokens,
+        )
+        if lease.id:
+            reply.ttl_s = self._life_s(lease.deadline_s)
+            _fill(reply.slots, self._store.dram, self._store.index.slots(lease.ids))
+        return reply
+
+    def _reserve_reply(self, reservation: Reservation) -> Reply:
+        reply = pb.ReserveReply(
+            n_present=reservation.n_present,
+            n_reserved=len(reservation.slots),
+            skipped_reason=reservation.skipped_reason,
+        )
+        if len(reservation.slots):
+            reply.reservation_id = reservation.id
+            reply.ttl_s = self._life_s(reservation.deadline_s)
+            _fill(reply.slots, self._store.dram, reservation.slots)
+        return Reply(reply)
+
+    def _life_s(self, deadline_s: float) -> float:
+        return max(deadline_s - self._store.clock.now_s(), 0.0)
+
+
+def _fill(message: pb.Slots, dram: DramTier, slots: NDArray[np.int64]) -> None:
+    located = dram.locate(slots)
+    message.region_ids = pack(located.region_ids, U32)
+    message.offsets = pack(located.offsets, U64)
+    message.generations = pack(located.generations, U64)
+    message.generation_indices = pack(dram.generation_index(slots), U64)

@@ -1,0 +1,103 @@
+"""Binding the Unix socket: one daemon a path, stale files cleaned up, nobody else's business readable."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+from pathlib import Path
+
+from kvstore.errors import ConfigError, SocketInUseError
+
+BACKLOG = 128
+
+
+class ListeningSocket:
+    """A bound, listening, non-blocking Unix socket of mode 0600.
+
+    A lock file beside it is held as long as this object lives: whoever holds it may replace a stale socket
+    file, so that two daemons starting at once can't take the path from each other. Raises SocketInUseError
+    if another daemon has it, ConfigError if the place can't be used. Blocks only for file system calls.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _prepare_folder(path.parent)
+        self._lock_fd = _lock(path.with_name(path.name + ".lock"), path)
+        try:
+            self.sock = self._bind()
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+
+    def _bind(self) -> socket.socket:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(self.path.lstat().st_mode):
+                raise ConfigError(
+                    f"{self.path} exists and is not a socket: choose another --socket or remove it"
+                )
+            # The lock is ours, so whoever made this file is gone.
+            self.path.unlink()
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            # Created with mode 0600 from the start: a chmod afterwards would leave a moment for others.
+            old_mask = os.umask(0o177)
+            try:
+                sock.bind(os.fspath(self.path))
+            finally:
+                os.umask(old_mask)
+            sock.listen(BACKLOG)
+        except OSError as error:
+            sock.close()
+            raise ConfigError(
+                f"can't listen on {self.path}: {error.strerror}; choose another --socket"
+            ) from error
+        return sock
+
+    def close(self) -> None:
+        """Stop listening, remove the socket file, give up the lock. Idempotent."""
+        if self._lock_fd < 0:
+            return
+        self.sock.close()
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+        os.close(self._lock_fd)
+        self._lock_fd = -1
+
+
+def _prepare_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = folder.stat()
+    except OSError as error:
+        raise ConfigError(
+            f"the socket's folder {folder} can't be used: {error.strerror}; choose another --socket"
+        ) from error
+    if not stat.S_ISDIR(facts.st_mode):
+        raise ConfigError(f"the socket's folder {folder} is not a folder; choose another --socket")
+    if facts.st_uid not in (os.getuid(), 0):
+        raise ConfigError(
+            f"the socket's folder {folder} belongs to user {facts.st_uid}, who could replace the socket: choose another --socket"
+        )
+
+
+def _lock(lock_path: Path, socket_path: Path) -> int:
+    try:
+        fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"the lock file {lock_path} can't be opened: {error.strerror}; choose another --socket"
+        ) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        owner = os.read(fd, 32).decode("ascii", "replace").strip() or "unknown"
+        os.close(fd)
+        raise SocketInUseError(
+            f"a daemon (pid {owner}) already serves {socket_path}: use it, stop it, or choose another --socket"
+        ) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd

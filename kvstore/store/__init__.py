@@ -1,0 +1,1 @@
+"""The store: index, tier and claims as one thing. Synchronous, single-threaded, no sockets."""

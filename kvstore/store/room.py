@@ -1,0 +1,100 @@
+"""Making room: evict in policy order, retire empty regions, gather scattered blocks.
+
+A region can be written by one client only, so an evicted block's slot helps a writer only if it lies in
+one of the writer's own regions. What lies elsewhere helps once its whole region is empty: then the
+region is retired and its bytes make a new one. Blocks that stand in the way of that move into regions
+without a living writer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.metrics import Counters
+from kvstore.prefix_index.index import PrefixIndex
+from kvstore.tiers.dram import DramTier, Reclaim
+
+
+@dataclass(slots=True)
+class PendingReclaim:
+    """Blocks to be moved. Run ``copy`` on any thread, then hand this back to the store."""
+
+    reclaim: Reclaim
+    ids: NDArray[np.uint32]
+    dram: DramTier
+
+    def copy(self) -> None:
+        """Copy the bytes; changes no table, blocks for as long as the copy takes."""
+        self.dram.copy_moves(self.reclaim)
+
+
+class RoomMaker:
+    """Makes slots available to a writer, at the policy's cost. One reclaim at a time."""
+
+    def __init__(self, index: PrefixIndex, dram: DramTier, counters: Counters, spare_bytes: int) -> None:
+        """``spare_bytes``: how much a call may evict beyond what the asker needs, to empty a region."""
+        self._index = index
+        self._dram = dram
+        self._counters = counters
+        self._spare_bytes = spare_bytes
+        self._busy = False
+
+    def make(self, writer: int, tenant: str, slot_bytes: int, n: int) -> PendingReclaim | None:
+        """Evict until the writer can allocate ``n`` slots, or nothing more can be done without moving blocks.
+
+        Returns the move to be made next, or None when there is room or nothing helps. Eviction that does not
+        help the writer directly is bounded by ``spare_bytes`` a call.
+        """
+        asker = (writer, tenant, slot_bytes)
+        short = n - self._dram.free_slots(*asker)
+        spare_bytes = short * slot_bytes + self._spare_bytes
+        step = short
+        while short > 0 and spare_bytes > 0:
+            evicted = self._index.evict(step)
+            if not len(evicted.ids):
+                break
+            self._dram.free(evicted.slots)
+            self._counters.add("evicted_blocks", len(evicted.ids))
+            spare_bytes -= int(np.sum(evicted.size_bytes))
+            self._dram.retire_empty(keep_for=asker)
+            before, short = short, n - self._dram.free_slots(*asker)
+            # Nothing gained: the victims lie in regions of others. Take larger steps towards a whole region.
+            step = short if short < before else 2 * step
+        return self._plan(asker) if short > 0 else None
+
+    def finish(self, pending: PendingReclaim) -> None:
+        """The copy is done: index and tier switch to the new slots together.
+
+        A block that was leased meanwhile stays: its reader looks at the old slot.
+        """
+        moved = self._index.table.refs[pending.ids] == 1
+        self._index.relocate(pending.ids[moved], pending.reclaim.moves.dst_slots[moved])
+        self._dram.finish_reclaim(pending.reclaim, moved)
+        self._index.unpin(pending.ids)
+        self._counters.add("moved_blocks", int(moved.sum()))
+        self._busy = False
+
+    def cancel(self, pending: PendingReclaim) -> None:
+        """Leave every block where it is."""
+        self._dram.abort_reclaim(pending.reclaim)
+        self._index.unpin(pending.ids)
+        self._busy = False
+
+    def _plan(self, asker: tuple[int, str, int]) -> PendingReclaim | None:
+        if self._busy:
+            return None
+        reclaim = self._dram.plan_reclaim(*asker, movable=self._movable)
+        if reclaim is None:
+            return None
+        # Pinned, so that nobody evicts what is being copied; readers may go on reading the old slots only
+        # if they hold a lease, and a leased block is not movable.
+        ids = reclaim.moves.tags.astype(np.uint32)
+        self._index.pin(ids)
+        self._busy = True
+        return PendingReclaim(reclaim, ids, self._dram)
+
+    def _movable(self, tags: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return self._index.table.refs[tags] == 0

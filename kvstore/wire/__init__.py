@@ -1,0 +1,1 @@
+"""Messages, framing and array packing shared by client and server; knows nothing of either."""

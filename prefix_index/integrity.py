@@ -1,0 +1,120 @@
+"""Every structural invariant of the index, verified from the outside. For tests and for doubt."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.errors import IntegrityError
+from kvstore.prefix_index.block_table import NO_PARENT, BlockTable
+from kvstore.prefix_index.keys import block_key
+from kvstore.prefix_index.node import Node, RootNode, open_part
+from kvstore.prefix_index.rows import EXTRA_SUFFIX_BYTES
+from kvstore.prefix_index.tree import RadixTree
+from kvstore.types import TOKEN_BYTES
+
+
+def check_index(tree: RadixTree, table: BlockTable) -> None:
+    """Raises IntegrityError naming the first broken invariant. Visits every block and hashes its row."""
+    seen: list[int] = []
+    for root_key, root in tree.roots.items():
+        _require(root.root_key == root_key, "a root is filed under its own key")
+        _require(root.parent is None and not root.ids and not root.rest, "a root has no parent and no rows")
+        _require(root.n_kids > 0, "an empty root disappears")
+        todo: list[Node] = [root]
+        while todo:
+            node = todo.pop()
+            if not isinstance(node, RootNode):
+                _check_edge(node, root)
+                _check_blocks(node, root, table)
+                seen.extend(node.ids)
+            _check_kids(node, root)
+            todo.extend(node.kids or ())
+            todo.extend(node.special.kids if node.special else ())
+    _check_table(table, np.array(seen, np.uint32))
+
+
+def _require(holds: bool, invariant: str, where: object = "") -> None:
+    if not holds:
+        raise IntegrityError(f"the index is inconsistent: not true that {invariant} {where}".rstrip())
+
+
+def is_special(node: Node, root: RootNode) -> bool:
+    """Whether extra keys cover the node's row, by the length of its head."""
+    return (
+        root.unit_bytes != root.row_bytes and len(node.head) % TOKEN_BYTES == EXTRA_SUFFIX_BYTES % TOKEN_BYTES
+    )
+
+
+def _row_and_digest(node: Node, root: RootNode, i: int) -> tuple[bytes, bytes]:
+    if i:
+        return bytes(node.rest[(i - 1) * root.row_bytes : i * root.row_bytes]), b""
+    if is_special(node, root):
+        cut = len(node.head) - EXTRA_SUFFIX_BYTES
+        return node.head[:cut], node.head[cut : cut + 16]
+    return node.head, b""
+
+
+def _check_edge(node: Node, root: RootNode) -> None:
+    _require(len(node.ids) > 0, "no edge is empty")
+    _require(
+        len(node.rest) == (len(node.ids) - 1) * root.row_bytes, "an edge has one id per row", node.ids[0]
+    )
+    row, _ = _row_and_digest(node, root, 0)
+    _require(0 < len(row) <= root.row_bytes, "a row is at most one block long", node.ids[0])
+    if len(row) < root.row_bytes:
+        _require(root.unit_bytes != root.row_bytes, "only token rows may be short", node.ids[0])
+        _require(node.n_kids == 0, "a short block is a leaf", node.ids[0])
+        _require(len(row) % root.unit_bytes == 0, "a short row is whole tokens", node.ids[0])
+    if len(row) < root.row_bytes or is_special(node, root):
+        _require(len(node.ids) == 1, "a short row or one with extra keys is alone in its edge", node.ids[0])
+
+
+def _check_blocks(node: Node, root: RootNode, table: BlockTable) -> None:
+    above = node.above()
+    parent = above.ids[-1] if above.ids else NO_PARENT
+    last = len(node.ids) - 1
+    for i, block in enumerate(node.ids):
+        _require(table.node[block] is node, "the table knows the edge of a block", block)
+        _require(int(table.parent[block]) == parent, "the table knows the block before a block", block)
+        _require(int(table.residency[block]) != 0, "a block in the tree is alive", block)
+        _require(int(table.refs[block]) >= 0, "pins are not negative", block)
+        _require(
+            int(table.n_children[block]) == (1 if i < last else node.n_kids),
+            "the table counts the blocks that follow a block",
+            block,
+        )
+        before = root.root_key if parent == NO_PARENT else table.key[parent].tobytes()
+        row, digest = _row_and_digest(node, root, i)
+        _require(
+            table.key[block].tobytes() == block_key(before, row, digest), "block keys are chained", block
+        )
+        parent = block
+
+
+def _check_kids(node: Node, root: RootNode) -> None:
+    for kid in [*(node.kids or ()), *(node.special.kids if node.special else ())]:
+        _require(kid.parent is node, "a child knows its parent", kid.ids[:1])
+    _require(node.kids is None or len(node.kids) > 0, "no list of children is empty")
+    heads = [kid.head for kid in node.kids or ()]
+    _require(heads == sorted(set(heads)), "children are sorted and distinct")
+    _require(not any(is_special(kid, root) for kid in node.kids or ()), "plain children have no extra keys")
+    if node.special is not None:
+        heads = [kid.head for kid in node.special.kids]
+        _require(len(heads) > 0 and heads == sorted(set(heads)), "special children are sorted and distinct")
+        _require(all(is_special(kid, root) for kid in node.special.kids), "special children have extra keys")
+        parts = [open_part(kid) for kid in node.special.by_open_part]
+        _require(parts == sorted(parts), "open parts are sorted")
+        _require(
+            sorted(map(id, node.special.kids)) == sorted(map(id, node.special.by_open_part)),
+            "both orders hold the same special children",
+        )
+
+
+def _check_table(table: BlockTable, seen: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> None:
+    _require(len(np.unique(seen)) == len(seen), "no block is in the tree twice")
+    _require(np.array_equal(np.sort(seen), table.alive()), "the living blocks are those of the tree")
+    free = table.free_ids()
+    _require(len(np.unique(free)) == len(free), "no id is free twice")
+    _require(not np.intersect1d(free, seen).size, "no id is free and in use")
+    _require(table.n_blocks == len(seen), "every id is free or in use")
+    _require(all(node is None for node in table.node[free]), "a free id has no edge")

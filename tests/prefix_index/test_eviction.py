@@ -1,0 +1,343 @@
+"""Which block goes first: exact order for any ranks, pins, and LRU against an independent model."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvstore.errors import ConfigError, IntegrityError
+from kvstore.prefix_index import evictor as evictor_module
+from kvstore.prefix_index.block_table import BlockTable, Ids
+from kvstore.prefix_index.index import PrefixIndex
+from kvstore.prefix_index.policy import EvictionPolicy, LruPolicy, make_policy
+from kvstore.prefix_index.rows import RowPath
+
+ROOT = b"r" * 16
+TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
+
+
+class LotteryPolicy:
+    """Every access draws a new rank from a few values, so that order is arbitrary and ties are common."""
+
+    name = "lottery"
+    version = 0
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.moved: dict[int, float] = {}
+        self.table: BlockTable
+
+    def attach(self, table: BlockTable) -> None:
+        self.table = table
+
+    def accessed(self, ids: Ids, now_s: float) -> None:  # noqa: ARG002
+        for block in ids.tolist():
+            self.table.rank[block] = self.random.randrange(50)
+
+    def inserted(self, ids: Ids, now_s: float) -> None:
+        self.accessed(ids, now_s)
+
+    def evicted(self, ids: Ids) -> None:
+        for block in ids.tolist():
+            self.moved.pop(block, None)
+
+    def rank(self, ids: Ids) -> NDArray[np.float64]:
+        return np.array([self.moved.get(b, self.table.rank[b]) for b in ids.tolist()], np.float64)
+
+
+def lowest_leaf_rank(index: PrefixIndex) -> float | None:
+    """By brute force over the table's parents, without its child counts."""
+    table = index.table
+    alive = table.alive().tolist()
+    parents = set(table.parent[alive].tolist())
+    return min((float(table.rank[b]) for b in alive if b not in parents and table.refs[b] == 0), default=None)
+
+
+def path_of(tokens: list[int]) -> RowPath:
+    return RowPath.from_tokens(np.array(tokens, np.uint32), 2)
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["insert", "insert", "touch", "pin", "unpin", "evict", "evict", "version"]),
+        st.integers(0, 1 << 30),
+    ),
+    min_size=5,
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize("snapshot_min", [1, 3, 4096])
+@given(operations=OPERATIONS, seed=st.integers(0, 1 << 30))
+@settings(derandomize=True, deadline=None, max_examples=60)
+def test_each_evicted_block_has_the_lowest_rank_of_all_leaves(
+    snapshot_min: int, operations: list[tuple[str, int]], seed: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evictor_module, "_SNAPSHOT_MIN", snapshot_min)
+        patch.setattr(evictor_module, "_CHUNK", 2)
+        patch.setattr(evictor_module, "_HEAP_SLACK", 4)
+        policy = LotteryPolicy(seed)
+        index = PrefixIndex(policy, reserve_blocks=16)
+        pinned: list[NDArray[np.uint32]] = []
+        for what, number in operations:
+            apply(index, policy, pinned, what, number)
+        index.check()
+        for ids in pinned:
+            index.unpin(ids)
+        evict_by_brute_force(index, 1 << 20)
+        assert index.n_blocks == 0
+
+
+def apply(
+    index: PrefixIndex, policy: LotteryPolicy, pinned: list[NDArray[np.uint32]], what: str, number: int
+) -> None:
+    dice = random.Random(number)
+    path = path_of([dice.randrange(2) for _ in range(dice.randrange(1, 14))])
+    match = index.match(ROOT, path)
+    if what == "insert":
+        first = len(match.ids)
+        index.insert(ROOT, path, first, np.zeros(path.n_rows - first, np.int64), 1, 0.0)
+    elif what == "touch":
+        index.touch(match.ids, 0.0)
+    elif what == "pin":
+        index.pin(match.ids)
+        pinned.append(match.ids)
+    elif what == "unpin" and pinned:
+        index.unpin(pinned.pop(number % len(pinned)))
+    elif what == "evict":
+        evict_by_brute_force(index, number % 5)
+    elif what == "version":
+        leaves = index.table.alive().tolist()
+        policy.moved = {b: float(dice.randrange(50)) for b in leaves}
+        index.table.rank[leaves] = [policy.moved[b] for b in leaves]
+        policy.version += 1
+
+
+def evict_by_brute_force(index: PrefixIndex, n: int) -> None:
+    for _ in range(n):
+        expected = lowest_leaf_rank(index)
+        ranks = index.table.rank.copy()
+        gone = index.evict(1)
+        if expected is None:
+            assert len(gone.ids) == 0
+            return
+        assert ranks[gone.ids].tolist() == [expected]
+
+
+@given(seed=st.integers(0, 1 << 30), n=st.integers(1, 40))
+@settings(derandomize=True, deadline=None, max_examples=60)
+def test_many_at_once_are_the_same_as_one_by_one(seed: int, n: int) -> None:
+    slots = []
+    for step in (n, 1):
+        dice = random.Random(seed)
+        index = PrefixIndex(make_policy("lru"))
+        for _ in range(12):
+            path = path_of([dice.randrange(3) for _ in range(dice.randrange(1, 20))])
+            match = index.match(ROOT, path)
+            index.touch(match.ids, 0.0)
+            first = len(match.ids)
+            index.insert(
+                ROOT,
+                path,
+                first,
+                np.array([dice.randrange(1 << 40) for _ in range(path.n_rows - first)]),
+                1,
+                0.0,
+            )
+        out: list[int] = []
+        while len(out) < n and index.n_blocks:
+            out.extend(index.evict(min(step, n - len(out))).slots.tolist())
+            index.check()
+        slots.append(out)
+    assert slots[0] == slots[1]
+
+
+def test_the_tail_goes_first_and_a_touched_head_stays() -> None:
+    index = PrefixIndex(make_policy("lru"))
+    path = path_of(list(range(8)))
+    index.insert(ROOT, path, 0, np.array([1, 2, 3, 4]), 5, 0.0)
+    index.touch(index.match(ROOT, path).ids[:2], 1.0)
+    gone = index.evict(2)
+    assert gone.slots.tolist() == [4, 3]
+    assert gone.size_bytes.tolist() == [5, 5]
+    assert (gone.keys == path.keys(ROOT)[[3, 2]]).all()
+    assert index.match(ROOT, path).n_tokens == 4
+
+
+def test_pinned_blocks_and_their_ancestors_stay() -> None:
+    index = PrefixIndex(make_policy("lru"))
+    path = path_of(list(range(8)))
+    ids = index.insert(ROOT, path, 0, np.arange(4), 1, 0.0).ids
+    index.pin(ids[1:2])
+    assert index.evict(10).slots.tolist() == [3, 2]
+    assert len(index.evict(10).ids) == 0
+    index.pin(ids[1:2])
+    index.unpin(ids[1:2])
+    assert len(index.evict(10).ids) == 0
+    index.unpin(ids[1:2])
+    assert index.evict(10).slots.tolist() == [1, 0]
+    assert (index.n_blocks, index.n_roots) == (0, 0)
+
+
+def test_unpinning_what_is_not_pinned_is_an_error_and_changes_nothing() -> None:
+    index = PrefixIndex(make_policy("lru"))
+    ids = index.insert(ROOT, path_of([1, 2, 3, 4]), 0, np.arange(2), 1, 0.0).ids
+    index.pin(ids[:1])
+    with pytest.raises(IntegrityError, match="more often"):
+        index.unpin(ids)
+    assert index.table.refs[ids].tolist() == [1, 0]
+
+
+def test_ten_thousand_questions_pin_nothing() -> None:
+    index = PrefixIndex(make_policy("lru"))
+    path = path_of(list(range(64)))
+    index.insert(ROOT, path, 0, np.arange(32), 1, 0.0)
+    for _ in range(10_000):
+        index.match(ROOT, path)
+    assert len(index.evict(32).ids) == 32
+
+
+def count_looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one for each look at the whole table."""
+    looks: list[int] = []
+    look = BlockTable.all_evictable
+
+    def counted(table: BlockTable) -> Ids:
+        looks.append(1)
+        return look(table)
+
+    monkeypatch.setattr(BlockTable, "all_evictable", counted)
+    return looks
+
+
+def test_asking_in_vain_takes_no_new_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = PrefixIndex(make_policy("lru"))
+    ids = index.insert(ROOT, path_of([1, 2, 3, 4]), 0, np.arange(2), 1, 0.0).ids
+    index.pin(ids)
+    looks = count_looks(monkeypatch)
+    counts = []
+    for _ in range(5):
+        assert len(index.evict(1).ids) == 0
+        counts.append(len(looks))
+    index.unpin(ids)
+    assert index.evict(5).slots.tolist() == [1, 0]
+    assert counts == [counts[0]] * 5, "only the first question may look at the whole table"
+
+
+def test_steady_eviction_seldom_looks_at_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = PrefixIndex(make_policy("lru"))
+    looks = count_looks(monkeypatch)
+    for i in range(3000):
+        path = path_of([i, 1, 2, 3, 4, 5, 6, 7])
+        if index.n_blocks >= 400:
+            assert len(index.evict(4).ids) == 4
+        index.insert(ROOT, path, 0, np.arange(4), 1, float(i))
+    assert len(looks) <= 3000 * 4 // 400 + 2
+
+
+def test_nothing_is_left_for_the_cycle_collector() -> None:
+    index = PrefixIndex(make_policy("lru"))
+    dice = random.Random(3)
+    for _ in range(200):
+        path = path_of([dice.randrange(4) for _ in range(dice.randrange(1, 30))])
+        first = len(index.match(ROOT, path).ids)
+        index.insert(ROOT, path, first, np.zeros(path.n_rows - first, np.int64), 1, 0.0)
+    gc.collect()
+    gc.disable()
+    try:
+        while index.n_blocks:
+            index.evict(7)
+        assert gc.collect() == 0
+        # And a cycle would have been seen:
+        cycle: list[Any] = []
+        cycle.append(cycle)
+        del cycle
+        assert gc.collect() == 1
+    finally:
+        gc.enable()
+
+
+def test_policies_by_name() -> None:
+    assert isinstance(make_policy("lru"), LruPolicy)
+    with pytest.raises(ConfigError, match=r"'mru'.*lru"):
+        make_policy("mru")
+    with pytest.raises(ConfigError, match="windows"):
+        make_policy("lru", windows=3)
+
+
+def model_hits(requests: list[list[int]], capacity: int) -> int:
+    """LRU over single ids, each request used from its tail to its head: the tail is always older."""
+    recent: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for ids in requests:
+        run = 0
+        while run < len(ids) and ids[run] in recent:
+            run += 1
+        hits += run
+        for block in reversed(ids):
+            recent[block] = None
+            recent.move_to_end(block)
+        while len(recent) > capacity:
+            recent.popitem(last=False)
+    return hits
+
+
+def index_hits(requests: list[list[int]], capacity: int) -> int:
+    index = PrefixIndex(make_policy("lru"))
+    hits = 0
+    for ids in requests:
+        path = RowPath.from_hashes(np.array(ids, "<u8").view(np.uint8).reshape(-1, 8), 8)
+        found = index.match(ROOT, path).ids
+        hits += len(found)
+        index.touch(found, 0.0)
+        index.pin(found)
+        short = path.n_rows - len(found) - (capacity - index.n_blocks)
+        if short > 0:
+            index.evict(short)
+        room = min(path.n_rows - len(found), capacity - index.n_blocks)
+        index.insert(ROOT, path, len(found), np.zeros(room, np.int64), 1, 0.0)
+        index.unpin(found)
+        assert index.n_blocks <= capacity
+    index.check()
+    return hits
+
+
+@pytest.mark.parametrize("name", ["conversation_trace.jsonl", "synthetic_trace.jsonl"])
+@pytest.mark.parametrize("percent", [1, 5, 25])
+def test_lru_follows_the_model_on_a_real_trace(name: str, percent: int) -> None:
+    file = TRACES / name
+    if not file.exists():
+        pytest.skip(f"needs the shared trace {name}")
+    with file.open() as lines:
+        requests = [json.loads(line)["hash_ids"] for line, _ in zip(lines, range(1500), strict=False)]
+    n_accesses = sum(map(len, requests))
+    capacity = len({block for ids in requests for block in ids}) * percent // 100
+    assert abs(index_hits(requests, capacity) - model_hits(requests, capacity)) <= 0.0005 * n_accesses
+
+
+@given(seed=st.integers(0, 1 << 30), capacity=st.integers(8, 60))
+@settings(derandomize=True, deadline=None, max_examples=40)
+def test_lru_equals_the_model_on_small_traces(seed: int, capacity: int) -> None:
+    dice = random.Random(seed)
+    names: dict[tuple[int, ...], int] = {}
+    requests = []
+    for _ in range(60):
+        tokens = [dice.randrange(2) for _ in range(dice.randrange(1, 9))]
+        requests.append([names.setdefault(tuple(tokens[: i + 1]), len(names)) for i in range(len(tokens))])
+    assert index_hits(requests, capacity) == model_hits(requests, capacity)
+
+
+def test_policies_satisfy_the_protocol() -> None:
+    policies: list[EvictionPolicy] = [LruPolicy(), LotteryPolicy(1)]
+    assert [policy.name for policy in policies] == ["lru", "lottery"]

@@ -1,0 +1,129 @@
+"""One memory region: a memfd, the daemon's mapping of it, whose it is and who maps it.
+
+    raw -> assigned(writer, tenant, slot size) -> sealed -> orphan (the writer is gone) -> retired
+
+A region has one writer in its whole life. Everybody else gets the descriptor after the seal only.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import IntegrityError
+from kvstore.native import Mapping
+from kvstore.tiers import memfd
+
+DAEMON_WRITER = 0
+"""The daemon itself as writer: no client can write such a region."""
+
+
+class Region:
+    """Memory of ``size_bytes``; ``fd`` belongs to this object. Used by one thread at a time."""
+
+    def __init__(self, size_bytes: int) -> None:
+        """A raw region, mapped writable by the daemon. Raises OSError when there is no memory."""
+        self.id = 0
+        self.size_bytes = size_bytes
+        self.slot_bytes = 0
+        self.tenant = ""
+        self.writer: int | None = None
+        self.sealed = False
+        self.draining = False
+        self.mappers: set[int] = set()
+        self.populated_bytes = 0
+        self.fd = memfd.create("kvstore-region", size_bytes)
+        self._array: NDArray[np.uint8] | None = None
+        try:
+            self._mapping: Mapping | None = Mapping(self.fd, size_bytes, writable=True)
+        except OSError:
+            os.close(self.fd)
+            raise
+
+    @property
+    def n_slots(self) -> int:
+        """Slots of the assigned class; 0 while raw."""
+        return self.size_bytes // self.slot_bytes if self.slot_bytes else 0
+
+    @property
+    def mapping(self) -> Mapping:
+        """The daemon's own writable mapping."""
+        if self._mapping is None:
+            raise IntegrityError(f"region {self.id} is closed; nothing may use its memory")
+        return self._mapping
+
+    @property
+    def address(self) -> int:
+        """Where the daemon's mapping starts."""
+        return self.mapping.address
+
+    @property
+    def array(self) -> NDArray[np.uint8]:
+        """The daemon's mapping as uint8 ``[size_bytes]``. An array kept keeps the memory."""
+        if self._array is None:
+            self._array = self.mapping.array()
+        return self._array
+
+    def populate(self, length_bytes: int) -> None:
+        """Fill the next pages of a raw region. Blocks without Python's lock; raises OSError."""
+        length_bytes = min(length_bytes, self.size_bytes - self.populated_bytes)
+        self.mapping.populate(self.populated_bytes, length_bytes)
+        self.populated_bytes += length_bytes
+
+    def resize(self, size_bytes: int) -> None:
+        """Change the size of a raw region; filled pages stay filled. Raises OSError."""
+        self._must_be_raw()
+        if size_bytes < self.size_bytes:
+            self.mapping.shrink(size_bytes)
+            os.ftruncate(self.fd, size_bytes)
+        elif size_bytes > self.size_bytes:
+            os.ftruncate(self.fd, size_bytes)
+            self._mapping = Mapping(self.fd, size_bytes, writable=True)
+        self.size_bytes = size_bytes
+        self.populated_bytes = min(self.populated_bytes, size_bytes)
+
+    def assign(self, region_id: int, writer: int, tenant: str, slot_bytes: int) -> None:
+        """Give a raw region its id, class and its only writer. The daemon's own are sealed at once."""
+        self._must_be_raw()
+        self.id, self.writer, self.tenant, self.slot_bytes = region_id, writer, tenant, slot_bytes
+        if writer == DAEMON_WRITER:
+            self.seal()
+
+    def seal(self) -> None:
+        """Nobody can map it writable any more; mappings that exist stay writable. Idempotent."""
+        if not self.sealed:
+            memfd.seal_read_only(self.fd)
+            self.sealed = True
+
+    def orphan(self) -> None:
+        """The writer is gone: nobody will write here again, so it is sealed if it wasn't."""
+        self.writer = None
+        self.seal()
+
+    def check(self) -> None:
+        """Raises IntegrityError when the descriptor contradicts this object."""
+        if os.fstat(self.fd).st_size != self.size_bytes:
+            raise IntegrityError(
+                f"region {self.id} has {os.fstat(self.fd).st_size} bytes, not {self.size_bytes}"
+            )
+        if memfd.is_read_only(self.fd) != self.sealed:
+            raise IntegrityError(
+                f"region {self.id}: the kernel's seals are not what sealed={self.sealed} says"
+            )
+        others = self.mappers - {self.writer}
+        if not self.sealed and others:
+            raise IntegrityError(f"region {self.id} is not sealed but clients {sorted(others)} map it")
+
+    def close(self) -> None:
+        """Close the descriptor and unmap. Idempotent. Memory lives on while a client maps it."""
+        if self._mapping is not None:
+            self._mapping = self._array = None
+            os.close(self.fd)
+
+    def _must_be_raw(self) -> None:
+        if self.slot_bytes:
+            raise IntegrityError(
+                f"region {self.id} has slots of {self.slot_bytes} bytes already; only a raw one may change"
+            )
