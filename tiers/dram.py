@@ -118,13 +118,10 @@ class DramTier:
         return slots
 
     def free_slots(self, writer: int, tenant: str, slot_bytes: int) -> int:
-        """Free slots in the regions that the writer may fill."""
-        rows = self._table.rows(self._book.usable_ids(writer, tenant, slot_bytes))
-        return int(self._table.counts[SlotState.FREE, rows].sum())
-
-    def available_slots(self, writer: int, tenant: str, slot_bytes: int) -> int:
         """How many slots ``allocate`` would give now: free ones, and those the budget has room for."""
-        return self.free_slots(writer, tenant, slot_bytes) + self._source.available_bytes // slot_bytes
+        rows = self._table.rows(self._book.usable_ids(writer, tenant, slot_bytes))
+        free = int(self._table.counts[SlotState.FREE, rows].sum())
+        return free + self._source.available_bytes // slot_bytes
 
     def commit(self, slots: Int64s, tags: Int64s) -> None:
         """Reserved slots become live under tags (0 or above). Raises IntegrityError before any change."""

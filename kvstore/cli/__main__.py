@@ -1,0 +1,5 @@
+"""``python -m kvstore.cli``."""
+
+from kvstore.cli.main import main
+
+main()

@@ -1,0 +1,53 @@
+"""``kvstore demo``: what ``make run`` does. A daemon, a short replay through it, then it serves."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import click
+
+from kvstore.bench.generate import ConversationOptions
+from kvstore.bench.replay import ReplayOptions, replay
+from kvstore.bench.report import print_tables, progress_bar, replay_tables
+from kvstore.cli.daemon_process import own_daemon
+from kvstore.cli.params import SIZE, socket_option
+from kvstore.errors import IntegrityError
+
+REQUESTS = 200
+
+
+@click.command()
+@socket_option
+@click.option(
+    "--dram", "dram_bytes", type=SIZE, default="1GiB", show_default=True, help="Capacity of the DRAM tier."
+)
+@click.option("--once", is_flag=True, help="Stop after the replay instead of serving on.")
+def demo(socket_path: Path, dram_bytes: int, once: bool) -> None:
+    """Start a daemon, replay generated conversations through it, then serve until Ctrl-C."""
+    options = ReplayOptions(
+        conversations=ConversationOptions(), limit=REQUESTS, capacity_blocks=dram_bytes >> 16
+    )
+    workload = options.load()
+    with own_daemon(["--dram", str(dram_bytes)], socket_path):
+        with progress_bar("replaying conversations", workload.n_requests) as progress:
+            result = replay(workload, options, str(socket_path), progress)
+        print_tables(replay_tables(result))
+        if result.mismatches:
+            raise IntegrityError(f"{result.mismatches} blocks came back with other bytes than were stored")
+        if once:
+            return
+        click.echo(
+            f"\nThe daemon serves on {socket_path}. In another terminal:\n"
+            f"  kvstore status --socket {socket_path}\n"
+            f"or from Python:\n"
+            f"  from kvstore import Client\n"
+            f"  client = Client({str(socket_path)!r})\n"
+            f"Ctrl-C stops it."
+        )
+        # SIGTERM ends the wait as Ctrl-C does, so that the daemon is always stopped in order.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            signal.pause()
+        except KeyboardInterrupt:
+            click.echo("\nstopping", err=True)

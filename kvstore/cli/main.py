@@ -1,0 +1,84 @@
+"""The ``kvstore`` command.
+
+Exit codes: 0 done; 1 the daemon can't be reached or failed; 2 wrong input; 3 wrong bytes; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+import click
+
+from kvstore import __version__
+from kvstore.errors import BadInputError, IntegrityError, KVStoreError
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_WRONG_BYTES, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+_COMMANDS = {
+    "serve": ("kvstore.cli.serve", "serve"),
+    "status": ("kvstore.cli.serve", "status"),
+    "replay": ("kvstore.cli.replay", "replay_command"),
+    "bench": ("kvstore.cli.bench", "bench"),
+    "demo": ("kvstore.cli.demo", "demo"),
+}
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module only when the command is used, so that none pays for the others."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's interface
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's interface
+        home = _COMMANDS.get(cmd_name)
+        if home is None:
+            return None
+        command: click.Command = getattr(import_module(home[0]), home[1])
+        return command
+
+
+@click.group(
+    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
+@click.version_option(__version__, prog_name="kvstore")
+def cli() -> None:
+    """A tiered KV-cache store for LLM inference."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line; a user's mistake ends with one line and exit code 2, never with a traceback."""
+    sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def serve_main() -> NoReturn:
+    """The ``kvstored`` command: ``kvstore serve``."""
+    main(["serve", *sys.argv[1:]])
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        result = cli.main(arguments, prog_name="kvstore", standalone_mode=False)
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return 0
+    except IntegrityError as error:
+        return _complain(error, EXIT_WRONG_BYTES)
+    except BadInputError as error:
+        return _complain(error, EXIT_BAD_INPUT)
+    except KVStoreError as error:
+        return _complain(error, EXIT_FAILED)
+    return result if isinstance(result, int) else 0
+
+
+def _complain(error: KVStoreError, code: int) -> int:
+    click.echo(f"error: {error}", err=True)
+    return code

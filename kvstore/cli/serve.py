@@ -1,0 +1,150 @@
+"""``kvstore serve`` and ``kvstore status``."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from kvstore import __version__
+from kvstore.cli.daemon_process import READY
+from kvstore.cli.params import SIZE, json_option, socket_option
+from kvstore.client import Client
+from kvstore.config import DaemonConfig, format_size
+from kvstore.prefix_index.policy import POLICIES
+from kvstore.server.daemon import Daemon
+
+
+@click.command()
+@socket_option
+@click.option(
+    "--dram", "dram_bytes", type=SIZE, default="1GiB", show_default=True, help="Capacity of the DRAM tier."
+)
+@click.option(
+    "--region-bytes",
+    type=SIZE,
+    default="0",
+    show_default="fits the tier",
+    help="Size of a shared memory region.",
+)
+@click.option(
+    "--prefault/--no-prefault", default=True, show_default=True, help="Fill the tier's pages ahead of use."
+)
+@click.option(
+    "--policy", type=click.Choice(sorted(POLICIES)), default="lru", show_default=True, help="Eviction policy."
+)
+@click.option(
+    "--policy-clock",
+    type=click.Choice(["system", "client"]),
+    default="system",
+    show_default=True,
+    help="Where policies take the time from; client = the times that requests carry (trace replays).",
+)
+@click.option(
+    "--lease-default",
+    "lease_s_default",
+    type=float,
+    default=30.0,
+    show_default=True,
+    help="Life of a lease in seconds, if the client asks for none.",
+)
+@click.option(
+    "--lease-max",
+    "lease_s_max",
+    type=float,
+    default=600.0,
+    show_default=True,
+    help="Longest life of a lease in seconds.",
+)
+@click.option(
+    "--heartbeat",
+    "heartbeat_s",
+    type=float,
+    default=10.0,
+    show_default=True,
+    help="Clients must be heard of this often, in seconds; three in a row may be missed.",
+)
+@click.option("--max-clients", type=int, default=1024, show_default=True, help="Most clients at a time.")
+@click.option(
+    "--ready-fd", type=int, hidden=True, help="Write a line to this descriptor when clients are accepted."
+)
+@click.option("--until-stdin-closes", is_flag=True, hidden=True, help="Stop when standard input is closed.")
+def serve(ready_fd: int | None, until_stdin_closes: bool, **settings: object) -> None:
+    """Run the daemon until Ctrl-C or SIGTERM."""
+    config = DaemonConfig(**settings)  # type: ignore[arg-type]
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    asyncio.run(_serve(config, ready_fd, until_stdin_closes))
+
+
+async def _serve(config: DaemonConfig, ready_fd: int | None, until_stdin_closes: bool) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    if until_stdin_closes:
+        loop.add_reader(sys.stdin, stop.set)
+    daemon = Daemon(config)
+    daemon.start()
+    _calm_the_collector()
+    click.echo(
+        f"kvstored {__version__}: {format_size(config.dram_bytes)} DRAM, policy {config.policy}, "
+        f"serving {config.socket_path}",
+        err=True,
+    )
+    if ready_fd is not None:
+        os.write(ready_fd, READY)
+        os.close(ready_fd)
+    try:
+        await stop.wait()
+    finally:
+        await daemon.stop()
+
+
+def _calm_the_collector() -> None:
+    """Keep the cycle collector from walking the whole index in the middle of a request.
+
+    The index's nodes form cycles by the million, but eviction unlinks them, so reference counts free them:
+    a full collection would find nothing, and takes most of a second at a million blocks. Young objects
+    are collected as ever.
+    """
+    gc.collect()
+    gc.freeze()
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, 1 << 30)
+
+
+@click.command()
+@socket_option
+@json_option
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=float,
+    default=2.0,
+    show_default=True,
+    help="Seconds to wait for the daemon.",
+)
+def status(socket_path: Path, as_json: bool, timeout_s: float) -> None:
+    """Show the counters and gauges of a running daemon."""
+    with Client(socket_path, timeout_s=timeout_s) as client:
+        stats = dict(sorted(client.stats().items()))
+    if as_json:
+        click.echo(json.dumps(stats, indent=2))
+        return
+    table = Table("what", "value", title=f"kvstored at {socket_path}")
+    table.columns[1].justify = "right"
+    for name, value in stats.items():
+        shown = value if isinstance(value, str) else f"{value:,.4g}" if value % 1 else f"{value:,.0f}"
+        table.add_row(name, shown)
+    Console().print(table)
