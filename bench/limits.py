@@ -19,7 +19,7 @@ from typing import Self
 
 import numpy as np
 
-from kvstore.bench.measure import Latency, Team, ordinary_array, timed_s
+from kvstore.bench.measure import Latency, Team, leave_interrupts_to_parent, ordinary_array, timed_s
 from kvstore.errors import UnavailableError
 
 ECHO_BYTES = 4096
@@ -70,13 +70,14 @@ def measure_limits(
     )
 
 
-def measure_copy(bytes_per_thread: int, threads: int, repeats: int = 7) -> float:
+def measure_copy(bytes_per_thread: int, threads: int, repeats: int = 15) -> float:
     """GB/s of numpy copying between ordinary prefaulted arrays, median of ``repeats``."""
     sources = [ordinary_array(bytes_per_thread) for _ in range(threads)]
     targets = [ordinary_array(bytes_per_thread) for _ in range(threads)]
 
     work = [partial(np.copyto, target, source) for target, source in zip(targets, sources, strict=True)]
     with Team(threads) as team:
+        team.time_s(work)
         seconds = [team.time_s(work) for _ in range(repeats)]
     return bytes_per_thread * threads / float(np.median(seconds)) / 1e9
 
@@ -138,6 +139,7 @@ def _receive_exactly(connection: socket.socket, into: bytearray) -> None:
 
 
 def _serve_echo(connection: socket.socket, n_bytes: int) -> None:
+    leave_interrupts_to_parent()
     connection.setblocking(True)
     buffer = bytearray(n_bytes)
     with connection, contextlib.suppress(UnavailableError, OSError):
@@ -182,6 +184,7 @@ def _said_ready(pipe: Connection) -> bool:
 
 
 def _serve_grpc(address: str, ready: Connection) -> None:
+    leave_interrupts_to_parent()
     asyncio.run(_run_grpc_server(address, ready))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -113,3 +114,8 @@ def ordinary_array(n_bytes: int, alignment: int = 1) -> NDArray[np.uint8]:
     array.fill(1)
     start = -array.ctypes.data % alignment
     return array[start : start + n_bytes]
+
+
+def leave_interrupts_to_parent() -> None:
+    """For child processes: Ctrl-C reaches the whole group, but the parent alone reports it and ends them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

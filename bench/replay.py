@@ -21,6 +21,7 @@ from kvstore.bench.simulate import HitCounts, Progress
 from kvstore.bench.trace import load_trace
 from kvstore.bench.workload import Workload
 from kvstore.client import Client
+from kvstore.config import MIB
 from kvstore.errors import BadInputError
 from kvstore.types import MAX_BLOCK_BYTES
 
@@ -74,8 +75,19 @@ class ReplayOptions:
         return work.capacity_blocks(workload.unique_blocks, percent)
 
     def dram_bytes(self, workload: Workload) -> int:
-        """What the DRAM tier of the daemon must be given for that room."""
-        return work.dram_capacity_bytes(self.capacity(workload), self.block_bytes)
+        """What the DRAM tier of the daemon must be given for that room.
+
+        Raises BadInputError if that is less than a daemon can have.
+        """
+        blocks = self.capacity(workload)
+        n_bytes = work.dram_capacity_bytes(blocks, self.block_bytes)
+        if n_bytes < MIB:
+            least = -(-MIB * blocks // n_bytes)
+            raise BadInputError(
+                f"a capacity of {blocks} blocks of {self.block_bytes} bytes is below a daemon's least, 1 MiB"
+                f": replay more requests, or give a capacity of at least {least} blocks"
+            )
+        return n_bytes
 
 
 @dataclass(frozen=True, slots=True)

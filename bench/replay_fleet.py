@@ -13,6 +13,7 @@ from multiprocessing.synchronize import Barrier
 from typing import Any
 
 from kvstore.bench import workload as work
+from kvstore.bench.measure import leave_interrupts_to_parent
 from kvstore.bench.replay_client import ClientOptions, ClientResult, run_client
 from kvstore.bench.simulate import Progress
 from kvstore.bench.workload import Workload
@@ -82,6 +83,7 @@ def _end(process: SpawnProcess) -> None:
 
 def _main(workload: Workload, options: ClientOptions, barrier: Barrier, pipe: Connection) -> None:
     """Entry of a client process. Every failure is told to the parent, which reports it."""
+    leave_interrupts_to_parent()
     try:
         report = _reporter(pipe)
         result = run_client(workload, options, report, ready=lambda: barrier.wait(_START_TIMEOUT_S))

@@ -33,6 +33,14 @@ class Claim:
         """No holder has the right any more."""
         return not any(self.holders.values())
 
+    def ended_at(self, now_s: float) -> bool:
+        """As ``ended``, also if the deadline has passed and nobody has processed that yet."""
+        return self.deadline_s <= now_s or self.ended
+
+    def right_of(self, session_id: int, now_s: float) -> bool:
+        """Whether this session may use the claim now."""
+        return self.holders.get(session_id, False) and now_s < self.deadline_s
+
 
 @dataclass(slots=True)
 class Lease(Claim):

@@ -21,6 +21,9 @@ KEY_BYTES = 16
 TOKEN_BYTES = 4
 """A token id on the wire and in the index: unsigned 32 bits, little-endian."""
 
+SLOT_BITS = 20
+"""A slot id is ``region id << SLOT_BITS | index of the slot in its region``, signed 64 bits."""
+
 MAX_BLOCK_TOKENS = 1 << 16
 MAX_BLOCK_BYTES = 1 << 30
 
@@ -216,7 +219,8 @@ class Namespace:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able description; ``from_dict`` gives an equal namespace back."""
-        return _to_plain(self)
+        plain: dict[str, Any] = _to_plain(self)
+        return plain
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Namespace:

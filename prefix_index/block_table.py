@@ -12,6 +12,8 @@ from kvstore.errors import BadInputError
 from kvstore.types import KEY_BYTES
 
 Ids = NDArray[np.uint32]
+At = NDArray[np.uint32] | NDArray[np.intp]
+"""Block ids to look up fields with. As intp each look-up is about three times faster: convert once."""
 
 NO_PARENT = 0xFFFFFFFF
 """``parent`` of a first block."""
@@ -141,10 +143,10 @@ class BlockTable:
         """Ids of all living blocks, ascending. Looks at the whole table."""
         return np.flatnonzero(self.residency[: self.n_used]).astype(np.uint32)
 
-    def evictable(self, ids: Ids) -> Ids:
-        """Those of ``ids`` that are alive, have no children and are not pinned."""
-        mask = (self.n_children[ids] == 0) & (self.refs[ids] == 0) & (self.residency[ids] != 0)
-        leaves: Ids = ids[mask]
+    def evictable(self, at: At) -> Ids:
+        """Those of the blocks that are alive, have no children and are not pinned."""
+        mask = (self.n_children[at] == 0) & (self.refs[at] == 0) & (self.residency[at] != 0)
+        leaves: Ids = at[mask].astype(np.uint32)
         return leaves
 
     def all_evictable(self) -> Ids:

@@ -16,11 +16,11 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.prefix_index.block_table import BlockTable, Ids
+from kvstore.prefix_index.block_table import At, BlockTable, Ids
 from kvstore.prefix_index.policy import EvictionPolicy
 
 _SNAPSHOT_MIN = 4096
-_SNAPSHOT_SHARE = 8
+_SNAPSHOT_SHARE = 32
 _HEAP_SLACK = 1024
 _CHUNK = 256
 
@@ -45,16 +45,16 @@ class Evictor:
         self._complete = False
         self._version = self._policy.version
 
-    def changed(self, ids: Ids) -> None:
+    def changed(self, at: At) -> None:
         """These blocks got another rank, lost a pin or their last child, or are new."""
         if self._bound == -math.inf:
             return
-        ids = self._table.evictable(ids)
-        if not len(ids):
+        within = self._table.rank[at] <= self._bound
+        if not within.any():
             return
-        ranks = self._table.rank[ids]
-        for at in np.flatnonzero(ranks <= self._bound).tolist():
-            heappush(self._heap, (float(ranks[at]), int(ids[at])))
+        ids = self._table.evictable(at[within])
+        for entry in zip(self._table.rank[ids].tolist(), ids.tolist(), strict=True):
+            heappush(self._heap, entry)
         if len(self._heap) > _HEAP_SLACK + 2 * len(self._ids):
             self.forget()
 

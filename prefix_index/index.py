@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError, IntegrityError, KVStoreError
-from kvstore.prefix_index.block_table import NO_PARENT, BlockTable, Ids, residency_bit
+from kvstore.prefix_index.block_table import NO_PARENT, At, BlockTable, Ids, residency_bit
 from kvstore.prefix_index.evictor import Evictor
 from kvstore.prefix_index.integrity import check_index
 from kvstore.prefix_index.policy import EvictionPolicy
@@ -104,9 +104,10 @@ class PrefixIndex:
     def touch(self, ids: Ids, now_s: float, category: int = 0) -> None:
         """One access of blocks of one path, given from its head; the head counts as more recent."""
         if len(ids):
-            self._policy_use(ids, now_s, category)
-            self._policy.accessed(ids, now_s)
-            self._evictor.changed(ids)
+            at = ids.astype(np.intp)
+            self._used(at, now_s, category)
+            self._policy.accessed(at, now_s)
+            self._evictor.changed(at)
 
     def insert(
         self,
@@ -148,7 +149,7 @@ class PrefixIndex:
         new = self._add(root_key, path, stop, end, slots[stop.n_rows - first_row :])
         if len(new):
             self.table.size_bytes[new] = size_bytes
-            self._policy_use(new, now_s, category)
+            self._used(new, now_s, category)
             self._policy.inserted(new, now_s)
             self._evictor.changed(new[-1:])
         is_new = np.zeros(end - first_row, np.bool_)
@@ -157,15 +158,16 @@ class PrefixIndex:
 
     def pin(self, ids: Ids) -> None:
         """Keep these blocks (distinct ids) from eviction until as many ``unpin``."""
-        self.table.refs[ids] += 1
+        self.table.refs[ids.astype(np.intp)] += 1
 
     def unpin(self, ids: Ids) -> None:
         """Undo one ``pin`` of these blocks (distinct ids). Raises IntegrityError if one isn't pinned."""
-        refs = self.table.refs[ids]
+        at = ids.astype(np.intp)
+        refs = self.table.refs[at]
         if len(refs) and refs.min() <= 0:
             raise IntegrityError(f"block {ids[int(refs.argmin())]} is unpinned more often than it was pinned")
-        self.table.refs[ids] = refs - 1
-        self._evictor.changed(ids)
+        self.table.refs[at] = refs - 1
+        self._evictor.changed(at)
 
     def evict(self, n: int) -> Evicted:
         """Give up the ``n`` blocks the policy values least: leaves only, never a pinned one.
@@ -200,15 +202,15 @@ class PrefixIndex:
 
     def slots(self, ids: Ids) -> NDArray[np.int64]:
         """Where the bytes of these blocks lie; a copy."""
-        return self.table.slot[ids]
+        return self.table.slot[ids.astype(np.intp)]
 
     def check(self) -> None:
         """Verify every structural invariant. Raises IntegrityError that names the one broken. Slow."""
         check_index(self._tree, self.table)
 
-    def _policy_use(self, ids: Ids, now_s: float, category: int) -> None:
-        self.table.last_use_s[ids] = now_s
-        self.table.category[ids] = category
+    def _used(self, at: At, now_s: float, category: int) -> None:
+        self.table.last_use_s[at] = now_s
+        self.table.category[at] = category
 
     def _add(self, root_key: bytes, path: RowPath, stop: Stop, end: int, slots: NDArray[np.int64]) -> Ids:
         """Blocks for the rows behind ``stop``, in tree and table; size and use are left to fill."""

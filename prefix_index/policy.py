@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError
-from kvstore.prefix_index.block_table import BlockTable, Ids
+from kvstore.prefix_index.block_table import At, BlockTable
 
 
 class EvictionPolicy(Protocol):
@@ -29,19 +29,19 @@ class EvictionPolicy(Protocol):
         """Called once, before anything else."""
         ...
 
-    def accessed(self, ids: Ids, now_s: float) -> None:
+    def accessed(self, ids: At, now_s: float) -> None:
         """One access of blocks of a path, first block first."""
         ...
 
-    def inserted(self, ids: Ids, now_s: float) -> None:
+    def inserted(self, ids: At, now_s: float) -> None:
         """These blocks are new, in path order; their access is part of being inserted."""
         ...
 
-    def evicted(self, ids: Ids) -> None:
+    def evicted(self, ids: At) -> None:
         """These blocks are about to leave the table."""
         ...
 
-    def rank(self, ids: Ids) -> NDArray[np.float64]:
+    def rank(self, ids: At) -> NDArray[np.float64]:
         """Lower goes first. Changes nothing; the evictor writes the answer to ``table.rank``."""
         ...
 
@@ -63,18 +63,18 @@ class LruPolicy:
     def attach(self, table: BlockTable) -> None:
         self._table = table
 
-    def accessed(self, ids: Ids, now_s: float) -> None:  # noqa: ARG002
+    def accessed(self, ids: At, now_s: float) -> None:  # noqa: ARG002
         first = self._next_rank
         self._next_rank = first + len(ids)
         self._table.rank[ids] = np.arange(self._next_rank - 1, first - 1, -1, dtype=np.float64)
 
-    def inserted(self, ids: Ids, now_s: float) -> None:
+    def inserted(self, ids: At, now_s: float) -> None:
         self.accessed(ids, now_s)
 
-    def evicted(self, ids: Ids) -> None:
+    def evicted(self, ids: At) -> None:
         pass
 
-    def rank(self, ids: Ids) -> NDArray[np.float64]:
+    def rank(self, ids: At) -> NDArray[np.float64]:
         return self._table.rank[ids]
 
 

@@ -14,6 +14,7 @@ from kvstore.prefix_index.keys import block_key, extra_digest
 from kvstore.types import KEY_BYTES, MAX_BLOCK_TOKENS, TOKEN_BYTES, ExtraKey
 
 _MAX_HASH_BYTES = 64
+_TOKEN_DTYPE = np.dtype("<u4")
 _EXTRA_MARK = b"\x01"
 EXTRA_SUFFIX_BYTES = 16 + 4 + 1
 """What a child key carries behind the row when extra keys cover it: digest, first covered token, mark.
@@ -176,13 +177,19 @@ def _spread(
 
 
 def _flat(array: NDArray[Any]) -> memoryview:
-    return np.ascontiguousarray(array).data.cast("B") if array.size else memoryview(b"")
+    if not array.size:
+        return memoryview(b"")
+    return (array if array.flags.c_contiguous else np.ascontiguousarray(array)).data.cast("B")
 
 
-def _flat_buffer(data: Any, what: str) -> memoryview:
+def _flat_buffer(data: Any, what: str, formats: tuple[str, ...] = ("B", "b", "c")) -> memoryview:
     if not isinstance(data, bytes | bytearray | memoryview):
         raise BadInputError(f"{what} are {type(data).__name__}; give bytes or a numpy array")
     view = memoryview(data)
+    if view.format not in formats:
+        raise BadInputError(
+            f"{what} are a memoryview of format {view.format!r}; give one of {', '.join(formats)}"
+        )
     if not view.c_contiguous:
         raise BadInputError(f"{what} are a memoryview with gaps; give a contiguous one")
     return view.cast("B") if view.nbytes else memoryview(b"")
@@ -190,7 +197,7 @@ def _flat_buffer(data: Any, what: str) -> memoryview:
 
 def _token_bytes(tokens: Any) -> memoryview:
     if isinstance(tokens, bytes | bytearray | memoryview):
-        view = _flat_buffer(tokens, "tokens")
+        view = _flat_buffer(tokens, "tokens", ("B", "b", "c", "I"))
         if view.nbytes % TOKEN_BYTES:
             raise BadInputError(f"tokens are {view.nbytes} bytes; each takes {TOKEN_BYTES}, little-endian")
         return view
@@ -204,10 +211,10 @@ def _token_array(tokens: Any) -> NDArray[np.uint32]:
         raise BadInputError(f"tokens are no array of integers: {error}") from None
     if array.ndim != 1:
         raise BadInputError(f"tokens have shape {array.shape}; give one dimension")
-    if array.dtype == np.dtype("<u4"):
+    if array.dtype == _TOKEN_DTYPE:
         return array
     if array.size == 0:
-        return np.empty(0, np.dtype("<u4"))
+        return np.empty(0, _TOKEN_DTYPE)
     if array.dtype.kind not in "iu":
         raise BadInputError(f"tokens are {array.dtype}; give integers, best uint32")
     low, high = int(array.min()), int(array.max())
@@ -215,4 +222,4 @@ def _token_array(tokens: Any) -> NDArray[np.uint32]:
         raise BadInputError(
             f"token id {low if low < 0 else high} is out of range; ids are 0 to {(1 << 32) - 1}"
         )
-    return array.astype(np.dtype("<u4"))
+    return array.astype(_TOKEN_DTYPE)

@@ -168,8 +168,6 @@ class RadixTree:
         lower.ids = upper.ids + lower.ids
         lower.head = upper.head
         upper.above().replace(upper, lower)
-        upper.kids = None
-        upper.parent = None
 
 
 def as_ids(ids: array[int]) -> Ids:

@@ -151,7 +151,7 @@ class RegionBook:
             raise IntegrityError("a region is in no class or in two")
         for region in self.regions.values():
             region.check()
-            if region.id not in self._classes[(region.writer, region.tenant, region.slot_bytes)]:
+            if region.id not in self._classes.get((region.writer, region.tenant, region.slot_bytes), ()):
                 raise IntegrityError(
                     f"region {region.id} is in the class of another writer, tenant or slot size"
                 )

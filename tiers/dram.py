@@ -22,8 +22,9 @@ from kvstore.tiers.generations import Generations
 from kvstore.tiers.memfd import PAGE_BYTES
 from kvstore.tiers.reclaim import Moves, Reclaim, Reclaimer, addresses, copy_moves
 from kvstore.tiers.region import DAEMON_WRITER, Region
-from kvstore.tiers.slots import MOST_SLOTS, SLOT_BITS, Int64s, SlotState, SlotTable
+from kvstore.tiers.slots import MOST_SLOTS, Described, Int64s, SlotState, SlotTable
 from kvstore.tiers.source import RegionSource
+from kvstore.types import SLOT_BITS
 
 __all__ = ["DAEMON_WRITER", "DramTier", "Located", "Reclaim", "Region", "SlotState"]
 
@@ -162,6 +163,10 @@ class DramTier:
             (found.indexes * self._table.slot_bytes[found.rows]).astype(np.uint64),
             self._generations.values[found.places],
         )
+
+    def describe(self, slots: Int64s) -> Described:
+        """What a client needs to find slots in its own mappings. Raises IntegrityError for an unknown one."""
+        return self._table.describe(slots)
 
     def generation_index(self, slots: Int64s) -> Int64s:
         """The places of slots in the file behind ``generations_fd``, in counters of 8 bytes."""

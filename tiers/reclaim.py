@@ -19,8 +19,9 @@ from kvstore.errors import IntegrityError
 from kvstore.native import Mapping, copy_batch
 from kvstore.tiers.book import RegionBook
 from kvstore.tiers.region import DAEMON_WRITER, Region
-from kvstore.tiers.slots import SLOT_BITS, Int64s, SlotState, SlotTable
+from kvstore.tiers.slots import Int64s, SlotState, SlotTable
 from kvstore.tiers.source import RegionSource
+from kvstore.types import SLOT_BITS
 
 COPY_CHUNK_BYTES = 8 << 20
 

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvstore.client.lease import Lease, WriteReservation, rows_of
 from kvstore.client.session import Session
 from kvstore.config import default_socket_path
-from kvstore.errors import BadInputError, EndedError, UnavailableError
+from kvstore.errors import BadInputError, EndedError, ProtocolError, UnavailableError
 from kvstore.tokens import hash_array, token_array
 from kvstore.types import ExtraKey, Namespace, Root, RowKind
 from kvstore.wire import kvstore_pb2 as pb
@@ -231,10 +231,10 @@ class NamespaceHandle:
                 assert isinstance(reply, pb.LeaseReply)
                 try:
                     return Lease(self._session, reply, self.block_bytes, first_block)
-                except UnavailableError:
+                except (UnavailableError, ProtocolError):
                     self._session.acknowledge(Method.RELEASE, pb.ReleaseRequest(lease_id=reply.lease_id))
                     raise
-        except (UnavailableError, EndedError) as error:
+        except (UnavailableError, EndedError, ProtocolError) as error:
             return self._no_lease(str(error))
 
     def get_into(
@@ -296,12 +296,12 @@ class NamespaceHandle:
                 assert isinstance(reply, pb.ReserveReply)
                 try:
                     return WriteReservation(self._session, reply, self.block_bytes, n_blocks)
-                except UnavailableError:
+                except (UnavailableError, ProtocolError):
                     self._session.acknowledge(
                         Method.ABORT, pb.AbortRequest(reservation_id=reply.reservation_id)
                     )
                     raise
-        except (UnavailableError, EndedError) as error:
+        except (UnavailableError, EndedError, ProtocolError) as error:
             return WriteReservation(
                 self._session, pb.ReserveReply(skipped_reason=str(error)), self.block_bytes, n_blocks
             )
@@ -395,5 +395,5 @@ def _count(name: str, value: int) -> int:
 
 
 def _attached_first_block(reply: pb.LeaseReply) -> int:
-    n_held = len(reply.slots.region_ids) // 4
+    n_held = len(reply.slots.ids) // 8
     return reply.n_blocks + (reply.partial_tokens > 0) - n_held

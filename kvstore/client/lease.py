@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -12,60 +13,91 @@ from numpy.typing import NDArray
 
 from kvstore import native
 from kvstore.client.session import Claimed, Session
-from kvstore.errors import BadInputError, EndedError, UnavailableError
+from kvstore.errors import BadInputError, EndedError, ProtocolError, UnavailableError
+from kvstore.native import Mapping
+from kvstore.types import SLOT_BITS
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
-from kvstore.wire.packing import U32, U64, unpack
+from kvstore.wire.packing import I64, U64, unpack
 
 if TYPE_CHECKING:
     import torch
 
 Bytes = NDArray[np.uint8]
 
+_INDEX_MASK = (1 << SLOT_BITS) - 1
+
 
 class Slots:
     """Where blocks lie in this process: ``addresses`` uint64 [n], all below mapped regions."""
 
-    def __init__(
-        self, session: Session, message: pb.Slots | None, block_bytes: int, *, writable: bool
-    ) -> None:
-        """Maps regions that are not mapped yet. Call with the session's lock held."""
+    def __init__(self, session: Session, message: pb.Slots | None, block_bytes: int, *, writable: bool) -> None:
+        """Maps regions that are not mapped yet. Call with the session's lock held.
+
+        Raises ProtocolError for slots that lie outside the regions that came with them.
+        """
         self.block_bytes = block_bytes
         self._session = session
         self._writable = writable
-        packed = message or pb.Slots()
-        self._region_ids = unpack("region_ids", packed.region_ids, U32)
-        n = len(self._region_ids)
-        self._offsets = unpack("offsets", packed.offsets, U64, n)
-        self._generations = unpack("generations", packed.generations, U64, n)
-        self._generation_indices = unpack("generation_indices", packed.generation_indices, U64, n)
-        if n:
-            session.map_missing(self._region_ids, writable=writable)
-        self.addresses = session.regions.addresses(self._region_ids, self._offsets)
+        self._mappings: dict[int, Mapping] = {}
+        if message is None:
+            self._ids, self.addresses = np.empty(0, np.int64), np.empty(0, np.uint64)
+            return
+        self._ids = unpack("slots", message.ids, I64)
+        self._generations = unpack("generations", message.generations, U64, len(self._ids))
+        self._layouts = {layout.id: layout for layout in message.regions}
         # A view made later must find the mapping even if the daemon retires the region meanwhile.
-        self._mappings = {
-            region_id: session.regions.get(region_id) for region_id in set(self._region_ids.tolist())
-        }
+        self._mappings = session.mappings(list(self._layouts), writable=writable)
+        self.addresses = self._offsets(self._start_of)
 
     def __len__(self) -> int:
-        return len(self._region_ids)
+        return len(self._ids)
 
     def view(self, i: int) -> Bytes:
         """uint8 [block_bytes] over slot ``i``, no copy; read-only unless these slots are reserved."""
-        offset = int(self._offsets[i])
-        array = self._mappings[int(self._region_ids[i])].array()[offset : offset + self.block_bytes]
-        if not self._writable:
-            array = array.view()
-            array.flags.writeable = False
-        return array
+        mapping = self._mappings[int(self._ids[i]) >> SLOT_BITS]
+        start = int(self.addresses[i]) - mapping.address
+        array = mapping.array()[start : start + self.block_bytes]
+        # The writer of a region has it mapped writable; its own leases must still not be able to write.
+        return array if self._writable else np.frombuffer(memoryview(array).toreadonly(), np.uint8)
 
     def forget(self) -> None:
         """Let the mappings go; only arrays that are still alive keep them."""
-        self._mappings.clear()
+        self._mappings = {}
 
     def unchanged(self) -> bool:
         """Whether every slot still has the contents it had when it was handed out."""
-        return bool(np.array_equal(self._session.generations(self._generation_indices), self._generations))
+        if not len(self):
+            return True
+        now = self._session.generations(self._offsets(lambda layout: (layout.generation_base, 1)))
+        return bool(np.array_equal(now, self._generations))
+
+    def _start_of(self, layout: pb.RegionLayout) -> tuple[int, int]:
+        mapping = self._mappings.get(layout.id)
+        if mapping is None or self.block_bytes > layout.slot_bytes:
+            raise ProtocolError(f"region {layout.id} can't hold blocks of {self.block_bytes} bytes in this process")
+        most = int((self._ids & _INDEX_MASK).max()) if len(self._layouts) == 1 else self._most_in(layout.id)
+        if (most + 1) * layout.slot_bytes > mapping.length_bytes:
+            raise ProtocolError(f"slot {most} lies outside region {layout.id} of {mapping.length_bytes} bytes")
+        return mapping.address, layout.slot_bytes
+
+    def _most_in(self, region_id: int) -> int:
+        return int((self._ids[self._ids >> SLOT_BITS == region_id] & _INDEX_MASK).max(initial=0))
+
+    def _offsets(self, start_and_step: Callable[[pb.RegionLayout], tuple[int, int]]) -> NDArray[np.uint64]:
+        """``start + index * step`` of every slot, by its region."""
+        indexes = (self._ids & _INDEX_MASK).astype(np.uint64)
+        if len(self._layouts) == 1:
+            (layout,) = self._layouts.values()
+            start, step = start_and_step(layout)
+            return indexes * np.uint64(step) + np.uint64(start)
+        out = np.zeros(len(indexes), np.uint64)
+        region_ids = self._ids >> SLOT_BITS
+        for region_id, layout in self._layouts.items():
+            here = region_ids == region_id
+            start, step = start_and_step(layout)
+            out[here] = indexes[here] * np.uint64(step) + np.uint64(start)
+        return out
 
 
 class Held(Claimed):

@@ -9,9 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvstore.native import Mapping
 
 
@@ -26,12 +23,6 @@ class Regions:
         self._on_unmapped = on_unmapped
         self._alive: weakref.WeakSet[Mapping] = weakref.WeakSet()
 
-    def missing(self, region_ids: NDArray[np.uint32]) -> list[int]:
-        """The ids among these that are not mapped yet."""
-        if len(region_ids) and int(region_ids[0]) in self._mappings and (region_ids == region_ids[0]).all():
-            return []
-        return [region_id for region_id in np.unique(region_ids).tolist() if region_id not in self._mappings]
-
     def add(self, region_id: int, fd: int, size_bytes: int, *, writable: bool) -> None:
         """Map a region's descriptor, with its page tables filled. Raises OSError if the kernel refuses."""
         mapping = Mapping(fd, size_bytes, writable=writable, inherit=False)
@@ -39,20 +30,9 @@ class Regions:
         self._mappings[region_id] = mapping
         self._alive.add(mapping)
 
-    def get(self, region_id: int) -> Mapping:
-        """The mapping of a region; KeyError if it is not mapped."""
-        return self._mappings[region_id]
-
-    def addresses(self, region_ids: NDArray[np.uint32], offsets: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Address of each slot; all regions must be mapped."""
-        if not len(region_ids):
-            return np.empty(0, np.uint64)
-        first = int(region_ids[0])
-        if (region_ids == first).all():
-            return offsets + np.uint64(self._mappings[first].address)
-        ids, inverse = np.unique(region_ids, return_inverse=True)
-        bases = np.array([self._mappings[region_id].address for region_id in ids.tolist()], np.uint64)
-        return offsets + bases[inverse]
+    def get(self, region_id: int) -> Mapping | None:
+        """The mapping of a region, None if it is not mapped."""
+        return self._mappings.get(region_id)
 
     def retire(self, region_ids: Iterable[int]) -> None:
         """Let go of regions the daemon wants back; each is unmapped when nobody looks at it any more."""

@@ -8,6 +8,7 @@ again. So a daemon that hangs costs its callers one deadline, not one each.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -143,11 +144,14 @@ class Session:
             self._give_back(calls)
         return reply
 
-    def map_missing(self, region_ids: NDArray[np.uint32], *, writable: bool) -> None:
-        """Map what is not mapped yet of these regions. Raises UnavailableError if that can't be done."""
-        missing = self.regions.missing(region_ids)
+    def mappings(self, region_ids: list[int], *, writable: bool) -> dict[int, Mapping]:
+        """The mappings of these regions, made where they are missing. Raises UnavailableError if that fails."""
+        found = {region_id: self.regions.get(region_id) for region_id in region_ids}
+        missing = [region_id for region_id, mapping in found.items() if mapping is None]
         for start in range(0, len(missing), MAX_DESCRIPTORS):
             self._map(missing[start : start + MAX_DESCRIPTORS], writable=writable)
+        found.update((region_id, self.regions.get(region_id)) for region_id in missing)
+        return {region_id: mapping for region_id, mapping in found.items() if mapping is not None}
 
     def _map(self, region_ids: list[int], *, writable: bool) -> None:
         deadline_s = time.monotonic() + self.timeout_s
@@ -303,10 +307,8 @@ class Session:
         self._end_claims("a forked child has no right to its parent's leases")
         os.close(self._wake_fd)
         self._reset()
-        try:
+        with contextlib.suppress(UnavailableError):  # the thread goes on trying
             self._connect(time.monotonic() + self.timeout_s)
-        except UnavailableError:
-            pass
         self._start_thread()
 
     def close(self) -> None:
@@ -321,10 +323,9 @@ class Session:
                 return
             self._end_claims("the client was closed")
             if self.regions.drop_all() and self._calls is not None and self._healthy.is_set():
-                try:
+                # Gone or hanging is fine: the kernel tells the daemon when this process ends.
+                with contextlib.suppress(KVStoreError):
                     self._calls.call(Method.GOODBYE, pb.GoodbyeRequest(), time.monotonic() + self.timeout_s)
-                except KVStoreError:
-                    pass  # gone or hanging: the kernel tells it when this process ends
             self._closed = True
             self._disconnected("the client was closed")
         if self._thread is not None:
@@ -410,10 +411,8 @@ class Session:
                 self._disconnected(why)
 
     def _wake(self) -> None:
-        try:
+        with contextlib.suppress(OSError, ValueError):  # closed: nobody needs to be woken
             os.eventfd_write(self._wake_fd, 1)
-        except OSError:
-            pass  # closed: nobody needs to be woken
 
     def _close_wake(self) -> None:
         if self._wake_fd >= 0:
@@ -436,10 +435,8 @@ def _run(ref: weakref.ref[Session], wake_fd: int) -> None:
             poller.register(fd, select.POLLIN)
         ready = [ready_fd for ready_fd, _ in poller.poll(timeout_s * 1000)]
         if wake_fd in ready:
-            try:
+            with contextlib.suppress(OSError):  # the session was closed meanwhile
                 os.eventfd_read(wake_fd)
-            except OSError:
-                pass  # somebody else emptied it, or the session was closed
         if fd in ready:
             session = ref()
             if session is not None:

@@ -26,7 +26,7 @@ from kvstore.tiers.dram import DramTier
 from kvstore.types import ExtraKey, Namespace, RowKind
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import MAX_DESCRIPTORS, Method
-from kvstore.wire.packing import U32, U64, pack
+from kvstore.wire.packing import I64, U64, pack
 
 RECLAIMS_PER_RESERVE_MAX = 8
 EXTRAS_MAX = 4096
@@ -233,8 +233,10 @@ class Handlers:
 
 
 def _fill(message: pb.Slots, dram: DramTier, slots: NDArray[np.int64]) -> None:
-    located = dram.locate(slots)
-    message.region_ids = pack(located.region_ids, U32)
-    message.offsets = pack(located.offsets, U64)
-    message.generations = pack(located.generations, U64)
-    message.generation_indices = pack(dram.generation_index(slots), U64)
+    described = dram.describe(slots)
+    message.ids = pack(slots, I64)
+    message.generations = pack(described.generations, U64)
+    for region_id, slot_bytes, base in zip(
+        described.region_ids, described.slot_bytes, described.generation_bases, strict=True
+    ):
+        message.regions.add(id=region_id, slot_bytes=slot_bytes, generation_base=base)

@@ -10,6 +10,7 @@ from kvstore.types import Namespace, Root
 NAMESPACES_MAX = 4096
 ROOT_KEYS_CACHED_MAX = 1024
 NAME_CHARS_MAX = 256
+NAMES_MAX = 16384
 
 
 @dataclass(slots=True)
@@ -60,6 +61,8 @@ class Namespaces:
                 f"the namespace name {name!r} is bound to another description ({differs}): "
                 "use another name, or none, to keep both"
             )
+        if name and bound is None and len(self._names) >= NAMES_MAX:
+            raise BadInputError(f"{NAMES_MAX} namespace names are bound, the most a daemon keeps: use no name")
         digest = namespace.digest()
         entry = self._by_digest.get(digest)
         if entry is None:

@@ -40,7 +40,8 @@ class RoomMaker:
         self._dram = dram
         self._counters = counters
         self._spare_bytes = spare_bytes
-        self._busy = False
+        self.pending: PendingReclaim | None = None
+        """The move under way."""
 
     def make(self, writer: int, tenant: str, slot_bytes: int, n: int) -> PendingReclaim | None:
         """Evict until the writer can allocate ``n`` slots, or nothing more can be done without moving blocks.
@@ -50,7 +51,12 @@ class RoomMaker:
         """
         asker = (writer, tenant, slot_bytes)
         short = n - self._dram.free_slots(*asker)
-        spare_bytes = short * slot_bytes + self._spare_bytes
+        if short <= 0:
+            return None
+        # Retired regions that clients still map will be room soon: nobody's blocks go twice for it. They
+        # may stay mapped for long, too, so that evicting as much as is to be written goes on meanwhile.
+        leaving_bytes = self._leaving_bytes()
+        spare_bytes = short * slot_bytes + max(self._spare_bytes - leaving_bytes, 0)
         step = short
         while short > 0 and spare_bytes > 0:
             evicted = self._index.evict(step)
@@ -61,6 +67,8 @@ class RoomMaker:
             spare_bytes -= int(np.sum(evicted.size_bytes))
             self._dram.retire_empty(keep_for=asker)
             before, short = short, n - self._dram.free_slots(*asker)
+            if self._leaving_bytes() - leaving_bytes >= short * slot_bytes > 0:
+                break
             # Nothing gained: the victims lie in regions of others. Take larger steps towards a whole region.
             step = short if short < before else 2 * step
         return self._plan(asker) if short > 0 else None
@@ -75,16 +83,19 @@ class RoomMaker:
         self._dram.finish_reclaim(pending.reclaim, moved)
         self._index.unpin(pending.ids)
         self._counters.add("moved_blocks", int(moved.sum()))
-        self._busy = False
+        self.pending = None
 
     def cancel(self, pending: PendingReclaim) -> None:
         """Leave every block where it is."""
         self._dram.abort_reclaim(pending.reclaim)
         self._index.unpin(pending.ids)
-        self._busy = False
+        self.pending = None
+
+    def _leaving_bytes(self) -> int:
+        return int(self._dram.stats()["retired_mapped_bytes"])
 
     def _plan(self, asker: tuple[int, str, int]) -> PendingReclaim | None:
-        if self._busy:
+        if self.pending is not None:
             return None
         reclaim = self._dram.plan_reclaim(*asker, movable=self._movable)
         if reclaim is None:
@@ -93,8 +104,8 @@ class RoomMaker:
         # if they hold a lease, and a leased block is not movable.
         ids = reclaim.moves.tags.astype(np.uint32)
         self._index.pin(ids)
-        self._busy = True
-        return PendingReclaim(reclaim, ids, self._dram)
+        self.pending = PendingReclaim(reclaim, ids, self._dram)
+        return self.pending
 
     def _movable(self, tags: NDArray[np.int64]) -> NDArray[np.bool_]:
         return self._index.table.refs[tags] == 0

@@ -20,6 +20,7 @@ from kvstore.lease import Claim, ClaimTable, Lease, Pin, Reservation
 from kvstore.metrics import Counters
 from kvstore.prefix_index.index import Match, MissingParent, PrefixIndex
 from kvstore.prefix_index.rows import RowPath
+from kvstore.store.integrity import check_agreement
 from kvstore.store.namespaces import Namespaces, OpenNamespace
 from kvstore.store.room import PendingReclaim, RoomMaker
 from kvstore.tiers.dram import DramTier, Region
@@ -133,7 +134,7 @@ class Store:
     def attach(self, session_id: int, tenant: str, lease_id: int) -> Lease:
         """Make this session a holder of a lease of its tenant too. Raises EndedError if there is none."""
         lease = self.leases.get(lease_id)
-        if lease is None or lease.ended or lease.tenant != tenant:
+        if lease is None or lease.ended_at(self.clock.now_s()) or lease.tenant != tenant:
             raise EndedError(f"lease {lease_id} is unknown or has ended: match and lease the prefix again")
         self._check_room_for_claim(session_id, self.leases)
         self.leases.join(lease, session_id)
@@ -143,7 +144,7 @@ class Store:
         """New life of a lease in seconds from now. Raises EndedError if its right has ended."""
         ttl_s = self.limits.ttl_s(ttl_s)
         lease = self.leases.get(lease_id)
-        if lease is None or not lease.holders.get(session_id):
+        if lease is None or not lease.right_of(session_id, self.clock.now_s()):
             raise EndedError(
                 f"lease {lease_id} is unknown or has ended: it can't be renewed, lease the prefix again"
             )
@@ -170,7 +171,7 @@ class Store:
         """
         ttl_s = self.limits.ttl_s(ttl_s)
         path = prompt.path
-        if n_blocks < 1 or first_block + n_blocks > path.n_rows:
+        if first_block < 0 or n_blocks < 1 or first_block + n_blocks > path.n_rows:
             raise BadInputError(
                 f"blocks {first_block}..{first_block + n_blocks - 1} were asked for; the prompt has {path.n_rows} blocks"
             )
@@ -182,6 +183,7 @@ class Store:
         if len(prefix) < first_block:
             reason = f"the blocks before are not stored: {len(prefix)} of {first_block} are"
             n_missing = 0
+            self.counters.add("skipped_blocks", n_blocks)
         self.index.pin(prefix)
         reservation = Reservation(
             next(self._ids), prompt.namespace.namespace.tenant, self.clock.now_s() + ttl_s, {session_id: True},
@@ -220,7 +222,7 @@ class Store:
         skipped = reservation.n_wanted - len(reservation.slots)
         if skipped and not reservation.skipped_reason:
             reservation.skipped_reason = "the DRAM tier is full of blocks in use"
-        if skipped or reservation.skipped_reason:
+        if skipped:
             self.counters.add("skipped_blocks", skipped)
         if not len(reservation.slots):
             self._drop_reservation(reservation, reservation.writer)
@@ -235,12 +237,12 @@ class Store:
         reservation = self.reservations.get(reservation_id)
         if reservation is None or session_id not in reservation.holders:
             raise EndedError(f"reservation {reservation_id} is unknown or has ended: reserve and write again")
-        if not reservation.holders[session_id]:
+        if not reservation.right_of(session_id, self.clock.now_s()):
             self._drop_reservation(reservation, session_id)
             raise EndedError(
                 f"reservation {reservation_id} ended before the commit: nothing was stored, write again"
             )
-        if n_blocks > len(reservation.slots):
+        if not 0 <= n_blocks <= len(reservation.slots):
             raise BadInputError(
                 f"commit of {n_blocks} blocks; the reservation {reservation_id} has {len(reservation.slots)}"
             )
@@ -391,9 +393,12 @@ class Store:
         return numbers, texts
 
     def check(self) -> None:
-        """Verify index and tier and that they agree; raises IntegrityError."""
+        """Verify index and tier, and that they and the claims agree; raises IntegrityError. Slow."""
         self.index.check()
         self.dram.check()
+        check_agreement(
+            self.index, self.dram, [*self.leases, *self.pins], self.reservations, self._room.pending
+        )
 
     # Own -----------------------------------------------------------------------------------------
 

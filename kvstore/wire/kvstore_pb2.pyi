@@ -155,17 +155,25 @@ class MatchReply(_message.Message):
     n_tokens: int
     def __init__(self, n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., n_tokens: _Optional[int] = ...) -> None: ...
 
+class RegionLayout(_message.Message):
+    __slots__ = ("id", "slot_bytes", "generation_base")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_BASE_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    slot_bytes: int
+    generation_base: int
+    def __init__(self, id: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., generation_base: _Optional[int] = ...) -> None: ...
+
 class Slots(_message.Message):
-    __slots__ = ("region_ids", "offsets", "generations", "generation_indices")
-    REGION_IDS_FIELD_NUMBER: _ClassVar[int]
-    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("ids", "generations", "regions")
+    IDS_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_INDICES_FIELD_NUMBER: _ClassVar[int]
-    region_ids: bytes
-    offsets: bytes
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    ids: bytes
     generations: bytes
-    generation_indices: bytes
-    def __init__(self, region_ids: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., generation_indices: _Optional[bytes] = ...) -> None: ...
+    regions: _containers.RepeatedCompositeFieldContainer[RegionLayout]
+    def __init__(self, ids: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., regions: _Optional[_Iterable[_Union[RegionLayout, _Mapping]]] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
     __slots__ = ("prompt", "max_blocks", "first_block", "ttl_s")

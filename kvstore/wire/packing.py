@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvstore.errors import ProtocolError
 
-U32 = np.dtype("<u4")
+I64 = np.dtype("<i8")
 U64 = np.dtype("<u8")
 
 

@@ -14,7 +14,7 @@ from kvstore.bench.generate import ConversationOptions, TokenTrace, generate_tra
 from kvstore.bench.payload import Payload
 from kvstore.bench.replay import ReplayOptions, replay
 from kvstore.bench.simulate import simulate
-from kvstore.bench.trace import Trace
+from kvstore.bench.trace import Trace, TraceRequest
 from kvstore.errors import BadInputError, KVStoreError, TraceError, UnavailableError
 
 MIB = 1 << 20
@@ -68,6 +68,19 @@ def test_several_clients_lose_nothing(hashes: Trace, start_daemon: Callable[[int
     assert result.mismatches == result.unanswered == result.skipped_blocks == 0
     # Room for all, but another order than the file's: a block is missed by those who ask before it is put.
     assert 0.8 * hashes.ideal_block_hit_ratio < result.counts.block_hit_ratio <= hashes.ideal_block_hit_ratio
+
+
+def test_more_clients_than_requests_and_an_empty_prompt(start_daemon: Callable[[int], str]) -> None:
+    requests = (TraceRequest(0.0, 0, 1), TraceRequest(1.0, 20, 1))
+    trace = Trace("tiny", requests, np.array([0, 0, 2]), np.array([1, 2], dtype=np.uint64), 16)
+    socket = start_daemon(MIB)
+    for clients in (1, 3):
+        result = replay(trace, options(clients=clients), socket)
+        assert result.counts.requests == 2
+        assert result.mismatches == result.unanswered == 0
+    # The first run put both blocks, the second found them.
+    assert (result.counts.block_hits, result.counts.token_hits) == (2, 20)
+    assert simulate(trace, "lru", 10).block_accesses == 2
 
 
 def test_wrong_bytes_are_counted(
@@ -142,6 +155,9 @@ def test_without_a_file_conversations_are_generated(tokens: TokenTrace) -> None:
 def test_capacity_is_a_share_or_a_number(hashes: Trace) -> None:
     assert options().capacity(hashes) == 1000
     assert options().dram_bytes(hashes) == 1000 * BLOCK_BYTES
+    with pytest.raises(BadInputError, match=r"127 blocks of 8192 bytes.*at least 128 blocks"):
+        options(capacity_blocks=127).dram_bytes(hashes)
+    assert options(capacity_blocks=128).dram_bytes(hashes) == MIB
     share = options(capacity_blocks=None, capacity_percent=10)
     assert share.capacity(hashes) == hashes.unique_blocks // 10
     assert options(capacity_blocks=None).capacity(hashes) == int(hashes.unique_blocks * 0.05)

@@ -149,7 +149,9 @@ def test_populate_of_unmapped_memory_is_an_error(fd: int) -> None:
 
 
 @pytest.mark.parametrize("writable", [True, False])
-def test_old_kernels_have_every_page_touched(fd: int, writable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_kernels_have_every_page_touched(
+    fd: int, writable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class OldKernel:
         def madvise(self, *_: int) -> int:
             ctypes.set_errno(errno.EINVAL)

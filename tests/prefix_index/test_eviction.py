@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError, IntegrityError
 from kvstore.prefix_index import evictor as evictor_module
-from kvstore.prefix_index.block_table import BlockTable, Ids
+from kvstore.prefix_index.block_table import At, BlockTable, Ids
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.policy import EvictionPolicy, LruPolicy, make_policy
 from kvstore.prefix_index.rows import RowPath
@@ -40,18 +40,18 @@ class LotteryPolicy:
     def attach(self, table: BlockTable) -> None:
         self.table = table
 
-    def accessed(self, ids: Ids, now_s: float) -> None:  # noqa: ARG002
+    def accessed(self, ids: At, now_s: float) -> None:  # noqa: ARG002
         for block in ids.tolist():
             self.table.rank[block] = self.random.randrange(50)
 
-    def inserted(self, ids: Ids, now_s: float) -> None:
+    def inserted(self, ids: At, now_s: float) -> None:
         self.accessed(ids, now_s)
 
-    def evicted(self, ids: Ids) -> None:
+    def evicted(self, ids: At) -> None:
         for block in ids.tolist():
             self.moved.pop(block, None)
 
-    def rank(self, ids: Ids) -> NDArray[np.float64]:
+    def rank(self, ids: At) -> NDArray[np.float64]:
         return np.array([self.moved.get(b, self.table.rank[b]) for b in ids.tolist()], np.float64)
 
 
@@ -173,6 +173,18 @@ def test_the_tail_goes_first_and_a_touched_head_stays() -> None:
     assert gone.size_bytes.tolist() == [5, 5]
     assert (gone.keys == path.keys(ROOT)[[3, 2]]).all()
     assert index.match(ROOT, path).n_tokens == 4
+
+
+def test_each_access_ranks_a_path_from_its_head_down_and_above_all_before() -> None:
+    index = PrefixIndex(make_policy("lru"))
+    ids = index.insert(ROOT, path_of(list(range(8))), 0, np.arange(4), 1, 0.0).ids
+    first = index.table.rank[ids]
+    assert (np.diff(first) < 0).all()
+    index.touch(ids[:3], 1.0)
+    second = index.table.rank[ids]
+    assert (np.diff(second) < 0).all()
+    assert second[:3].min() > first.max()
+    assert second[3] == first[3]
 
 
 def test_pinned_blocks_and_their_ancestors_stay() -> None:

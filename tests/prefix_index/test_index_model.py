@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -10,10 +12,10 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
+from numpy.typing import NDArray
 
 from kvstore.prefix_index import tree as tree_module
 from kvstore.prefix_index.index import MissingParent, PrefixIndex
@@ -24,6 +26,7 @@ from kvstore.types import ExtraKey
 BLOCK_TOKENS = 3
 # Ids that share low bytes, high bytes or none, so that an order by bytes is put to the test.
 TOKENS = [0, 1, 256, 257, 1 << 24, (1 << 32) - 1]
+SEEDS = st.integers(0, (1 << 32) - 1)
 ROOTS = [b"a" * 16, b"b" * 16]
 
 Symbol = tuple[object, ...]
@@ -51,19 +54,35 @@ class Prompt:
         return f"Prompt({self.rows})"
 
 
-@st.composite
-def prompts(draw: st.DrawFn) -> Prompt:
-    tokens = draw(st.lists(st.sampled_from(TOKENS[: draw(st.integers(1, len(TOKENS)))]), max_size=14))
+def draw_extras(dice: random.Random) -> list[ExtraKey]:
     extras = []
-    at = 0
-    for gap, size, digest in draw(
-        st.lists(
-            st.tuples(st.integers(0, 8), st.integers(1, 5), st.sampled_from([b"img", b"pic"])), max_size=2
-        )
-    ):
-        extras.append(ExtraKey(at + gap, size, digest))
-        at += gap + size
-    return Prompt(tokens, extras if draw(st.booleans()) else [])
+    at = dice.randrange(10)
+    for _ in range(dice.randrange(1, 3)):
+        size = dice.randrange(1, 5)
+        extras.append(ExtraKey(at, size, dice.choice([b"img", b"pic"])))
+        at += size + dice.randrange(4)
+    return extras
+
+
+def draw_prompt(dice: random.Random) -> Prompt:
+    some = dice.sample(TOKENS, dice.randrange(1, len(TOKENS) + 1))
+    tokens = [dice.choice(some) for _ in range(dice.randrange(15))]
+    return Prompt(tokens, draw_extras(dice) if dice.random() < 0.3 else [])
+
+
+def draw_relative(dice: random.Random, prompt: Prompt) -> Prompt:
+    """A prompt cut, continued, with one token changed, or with other content behind some tokens."""
+    tokens = (
+        prompt.tokens[: dice.randrange(len(prompt.tokens) + 1)] if dice.random() < 0.5 else prompt.tokens[:]
+    )
+    if dice.random() < 0.4:
+        tokens += [dice.choice(TOKENS) for _ in range(dice.randrange(6))]
+    if tokens and dice.random() < 0.3:
+        tokens[dice.randrange(len(tokens))] = dice.choice(TOKENS)
+    extras = prompt.extras
+    if dice.random() < 0.3:
+        extras = draw_extras(dice) if dice.random() < 0.7 else []
+    return Prompt(tokens, extras)
 
 
 def shared_plain(row: tuple[Symbol, ...], other: tuple[Symbol, ...]) -> int:
@@ -125,47 +144,34 @@ class IndexMachine(RuleBasedStateMachine):
         self.next_slot = 0
         self.seen: list[tuple[bytes, Prompt]] = []
 
-    @initialize()
-    def start(self) -> None:
-        self.index.check()
+    @initialize(seeds=st.lists(SEEDS, min_size=4, max_size=4))
+    def start(self, seeds: list[int]) -> None:
+        for seed in seeds:
+            self.insert(seed)
 
-    def known(self, data: st.DataObject) -> tuple[bytes, Prompt]:
-        return data.draw(st.sampled_from(self.seen), label="known prompt")
+    def draw(self, dice: random.Random) -> tuple[bytes, Prompt]:
+        """Any prompt, one that was stored, or a relative of one."""
+        what = dice.random()
+        if what < 0.2 or not self.seen:
+            return dice.choice(ROOTS), draw_prompt(dice)
+        root, prompt = dice.choice(self.seen)
+        return root, prompt if what < 0.4 else draw_relative(dice, prompt)
 
-    def relative(self, data: st.DataObject) -> tuple[bytes, Prompt]:
-        """A known prompt cut, continued, with one token changed, or with other content behind some tokens."""
-        root, prompt = self.known(data)
-        tokens = list(prompt.tokens[: data.draw(st.integers(0, len(prompt.tokens)), label="kept")])
-        tokens += data.draw(st.lists(st.sampled_from(TOKENS), max_size=5), label="continued")
-        if tokens and data.draw(st.booleans(), label="change one"):
-            tokens[data.draw(st.integers(0, len(tokens) - 1))] = data.draw(st.sampled_from(TOKENS))
-        extras = prompt.extras
-        if data.draw(st.booleans(), label="change extras"):
-            at = data.draw(st.integers(0, 12), label="covered from")
-            extras = [ExtraKey(at, data.draw(st.integers(1, 4)), b"img")] if at < len(tokens) else []
-        return root, Prompt(tokens, extras)
-
-    def path_keys(self, data: st.DataObject) -> list[tuple[bytes, Path]]:
-        root, prompt = self.known(data)
+    def path_keys(self, dice: random.Random) -> list[tuple[bytes, Path]]:
+        root, prompt = dice.choice(self.seen)
         keys = self.model.match(root, prompt.rows)
-        return keys[: data.draw(st.integers(0, len(keys)), label="first blocks")]
+        return keys[: dice.randrange(len(keys) + 1)]
 
-    def vector(self, keys: list[tuple[bytes, Path]]) -> np.ndarray:
+    def vector(self, keys: list[tuple[bytes, Path]]) -> NDArray[np.uint32]:
         return np.array([self.ids[key] for key in keys], np.uint32)
 
-    @rule(root=st.sampled_from(ROOTS), prompt=prompts(), data=st.data())
-    def insert_any(self, root: bytes, prompt: Prompt, data: st.DataObject) -> None:
-        self.insert(root, prompt, data)
-
-    @precondition(lambda self: self.seen)
-    @rule(data=st.data())
-    def insert_relative(self, data: st.DataObject) -> None:
-        self.insert(*self.relative(data), data)
-
-    def insert(self, root: bytes, prompt: Prompt, data: st.DataObject) -> None:
+    @rule(seed=SEEDS)
+    def insert(self, seed: int) -> None:
+        dice = random.Random(seed)
+        root, prompt = self.draw(dice)
         n = len(prompt.rows)
-        first = data.draw(st.integers(0, n), label="first row") if data.draw(st.booleans()) else 0
-        end = data.draw(st.integers(first, n), label="end row")
+        first = dice.randrange(n + 1) if dice.random() < 0.3 else 0
+        end = dice.randrange(first, n + 1) if dice.random() < 0.3 else n
         slots = np.arange(self.next_slot, self.next_slot + end - first)
         self.next_slot += end - first
         keys = [(root, prompt.rows[: i + 1]) for i in range(n)]
@@ -183,63 +189,49 @@ class IndexMachine(RuleBasedStateMachine):
             self.model.slot.setdefault(key, slot)
         self.model.access(new)
 
-    def check_match(self, root: bytes, prompt: Prompt) -> None:
-        match = self.index.match(root, prompt.path)
-        keys = self.model.match(root, prompt.rows)
-        assert match.ids.tolist() == [self.ids[key] for key in keys]
-        tokens, blocks = self.model.partial(root, prompt.rows)
-        assert match.partial_tokens == tokens
-        assert match.n_tokens == BLOCK_TOKENS * len(keys) + tokens
-        assert match.partial_id in ({self.ids[key] for key in blocks} if tokens else {-1})
+    @rule(seeds=st.lists(SEEDS, min_size=1, max_size=6))
+    def match(self, seeds: list[int]) -> None:
+        for seed in seeds:
+            root, prompt = self.draw(random.Random(seed))
+            match = self.index.match(root, prompt.path)
+            keys = self.model.match(root, prompt.rows)
+            assert match.ids.tolist() == [self.ids[key] for key in keys]
+            tokens, blocks = self.model.partial(root, prompt.rows)
+            assert match.partial_tokens == tokens
+            assert match.n_tokens == BLOCK_TOKENS * len(keys) + tokens
+            assert match.partial_id in ({self.ids[key] for key in blocks} if tokens else {-1})
 
-    @rule(root=st.sampled_from(ROOTS), prompt=prompts())
-    def match_any(self, root: bytes, prompt: Prompt) -> None:
-        self.check_match(root, prompt)
-
-    @precondition(lambda self: self.seen)
-    @rule(data=st.data())
-    def match_known(self, data: st.DataObject) -> None:
-        self.check_match(*self.known(data))
-
-    @precondition(lambda self: self.seen)
-    @rule(data=st.data())
-    def match_relative(self, data: st.DataObject) -> None:
-        self.check_match(*self.relative(data))
-
-    @precondition(lambda self: self.seen)
-    @rule(data=st.data())
-    def touch(self, data: st.DataObject) -> None:
-        keys = self.path_keys(data)
+    @rule(seed=SEEDS)
+    def touch(self, seed: int) -> None:
+        keys = self.path_keys(random.Random(seed))
         self.index.touch(self.vector(keys), 1.0, category=3)
         self.model.access(keys)
 
-    @precondition(lambda self: self.seen)
-    @rule(data=st.data())
-    def pin(self, data: st.DataObject) -> None:
-        keys = self.path_keys(data)
+    @rule(seed=SEEDS)
+    def pin(self, seed: int) -> None:
+        keys = self.path_keys(random.Random(seed))
         self.index.pin(self.vector(keys))
         for key in keys:
             self.model.pins[key] = self.model.pins.get(key, 0) + 1
 
-    @precondition(lambda self: any(self.model.pins.values()))
-    @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        pinned = sorted((key for key, n in self.model.pins.items() if n), key=lambda key: self.ids[key])
-        keys = data.draw(st.lists(st.sampled_from(pinned), unique=True), label="unpinned")
+    @rule(seed=SEEDS)
+    def unpin(self, seed: int) -> None:
+        pinned = [key for key, n in self.model.pins.items() if n]
+        dice = random.Random(seed)
+        keys = dice.sample(pinned, dice.randrange(len(pinned) + 1))
         self.index.unpin(self.vector(keys))
         for key in keys:
             self.model.pins[key] -= 1
 
-    @precondition(lambda self: self.seen)
-    @rule(data=st.data())
-    def relocate(self, data: st.DataObject) -> None:
-        keys = self.path_keys(data)
+    @rule(seed=SEEDS)
+    def relocate(self, seed: int) -> None:
+        keys = self.path_keys(random.Random(seed))
         slots = np.arange(self.next_slot, self.next_slot + len(keys))
         self.next_slot += len(keys)
         self.index.relocate(self.vector(keys), slots)
         self.model.slot.update(zip(keys, slots.tolist(), strict=True))
 
-    @rule(n=st.integers(0, 12))
+    @rule(n=st.sampled_from([0, 1, 1, 2, 3, 5, 40]))
     def evict(self, n: int) -> None:
         gone = self.index.evict(n)
         expected: list[tuple[int, int]] = []
@@ -275,3 +267,21 @@ def test_index_equals_the_dictionary(merge_bytes_max: int) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_index_equals_the_dictionary_over_a_long_run(seed: int, merge_bytes_max: int) -> None:
+    dice = random.Random(seed)
+    machine = IndexMachine()
+    machine.start([dice.getrandbits(32) for _ in range(4)])
+    for _ in range(400):
+        what = dice.random()
+        if what < 0.35:
+            machine.insert(dice.getrandbits(32))
+        elif what < 0.65:
+            machine.match([dice.getrandbits(32) for _ in range(4)])
+        elif what < 0.9:
+            dice.choice([machine.touch, machine.pin, machine.unpin, machine.relocate])(dice.getrandbits(32))
+        else:
+            machine.evict(dice.choice([1, 2, 3, 5, 20]))
+        machine.consistent()

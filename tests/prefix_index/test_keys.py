@@ -137,6 +137,14 @@ def test_place_of_an_image_in_the_prompt_and_in_itself_counts() -> None:
     assert len(keys) == len(covers)
 
 
+def test_one_long_image_is_not_two_short_ones() -> None:
+    tokens = np.full(8, 5, np.uint32)
+    one = RowPath.from_tokens(tokens, 4, [ExtraKey(3, 5, b"i")]).keys(ROOT)
+    two = RowPath.from_tokens(tokens, 4, [ExtraKey(3, 1, b"i"), ExtraKey(4, 4, b"i")]).keys(ROOT)
+    assert (one[0] == two[0]).all()
+    assert (one[1] != two[1]).any()
+
+
 def test_keys_do_not_depend_on_what_follows() -> None:
     tokens = np.arange(12, dtype=np.uint32)
     long = RowPath.from_tokens(tokens, 4, [ExtraKey(2, 9, b"i")]).keys(ROOT)

@@ -72,6 +72,9 @@ def test_contiguous_uint32_is_not_copied() -> None:
         (None, "shape"),
         ([[1], [1, 2]], "array of integers"),
         (memoryview(bytes(16))[::2], "gaps"),
+        (np.zeros(4, np.float32).data, "format 'f'"),
+        (np.zeros(4, ">u4").data, "format '>I'"),
+        (np.zeros(4, np.uint64).data, "format 'L'"),
     ],
 )
 def test_other_tokens_are_refused_by_name(tokens: Any, message: str) -> None:
@@ -104,6 +107,7 @@ def test_hashes_from_bytes_and_arrays() -> None:
         (np.zeros((2, 4), np.uint8), 8, r"\(2, 4\)"),
         (np.zeros(8, np.uint8), 8, r"\(8,\)"),
         ([1, 2], 8, "list"),
+        (np.zeros(2, np.uint32).data, 8, "format 'I'"),
         (b"", 0, "hash_bytes"),
         (b"", 65, "hash_bytes"),
     ],
