@@ -77,6 +77,9 @@ class Reservation(Claim):
     skipped_reason: str = ""
     slots: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     quarantined: bool = False
+    evict_bytes_left: int | None = None
+    """What may still be evicted for it; None before any was."""
+    leaving_bytes_before: int = 0
 
 
 ClaimT = TypeVar("ClaimT", bound=Claim)

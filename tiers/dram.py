@@ -103,18 +103,12 @@ class DramTier:
             )
         if n < 0:
             raise BadInputError(f"n is {n}; it must be 0 or more slots")
-        parts: list[Int64s] = []
-        missing = n
-        for part in self._open_slots(writer, tenant, slot_bytes, n):
-            parts.append(part)
-            missing -= len(part)
-        while missing:
-            region = self._new_region(writer, tenant, slot_bytes, missing)
+        slots = self._open_slots(writer, tenant, slot_bytes, n)
+        while len(slots) < n:
+            region = self._new_region(writer, tenant, slot_bytes, n - len(slots))
             if region is None:
                 break
-            parts.append(self._table.free_in(region.id, missing, whole_run=False))
-            missing -= len(parts[-1])
-        slots = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+            slots = np.append(slots, self._table.first_run(region.id, min(n - len(slots), region.n_slots)))
         self._table.hand_out(slots)
         return slots
 
@@ -329,15 +323,15 @@ class DramTier:
 
     # -- allocation -----------------------------------------------------------------------------
 
-    def _open_slots(self, writer: int, tenant: str, slot_bytes: int, n: int) -> list[Int64s]:
+    def _open_slots(self, writer: int, tenant: str, slot_bytes: int, n: int) -> Int64s:
         """Up to ``n`` free slots of the writer's regions: one run where it is near, else the lowest."""
         ids = self._book.usable_ids(writer, tenant, slot_bytes)
         free = self._table.counts[SlotState.FREE, self._table.rows(ids)]
         for region_id in ids[free >= n][:_RUN_REGIONS].tolist() if n > 1 else ():
-            run = self._table.free_in(region_id, n, whole_run=True)
+            run = self._table.first_run(region_id, n)
             if len(run):
-                return [run]
-        return self._table.lowest_free(ids[free > 0].tolist(), n)
+                return run
+        return self._table.lowest_free(ids[free > 0], n)
 
     def _new_region(self, writer: int, tenant: str, slot_bytes: int, missing: int) -> Region | None:
         """A first region of a class is small, so that many small writers share the tier."""

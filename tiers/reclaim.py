@@ -86,8 +86,7 @@ class Reclaimer:
         if self._current is not None:
             return None
         for source in self._sources(writer, tenant, slot_bytes):
-            live = self._table.live_in(source.id)
-            tags = self._table.tags_of(live)
+            live, tags = self._table.live_in(source.id)
             if np.asarray(movable(tags)).all():
                 room = self._room_for(source, len(live))
                 if room is not None:
@@ -144,8 +143,8 @@ class Reclaimer:
 
     def _room_for(self, source: Region, n: int) -> tuple[Int64s, Region | None] | None:
         """``n`` free slots for copies and the region made for some of them; None when there is no room."""
-        parts = self._table.lowest_free([region.id for region in self._holders(source)], n)
-        missing = n - sum(map(len, parts))
+        slots = self._table.lowest_free(np.array([r.id for r in self._holders(source)], np.int64), n)
+        missing = n - len(slots)
         made: Region | None = None
         if missing:
             missing_bytes = missing * source.slot_bytes
@@ -157,8 +156,8 @@ class Reclaimer:
             if made.n_slots < missing:
                 self._book.retire(made)
                 return None
-            parts.append(self._table.free_in(made.id, missing, whole_run=False))
-        return np.concatenate(parts), made
+            slots = np.append(slots, self._table.first_run(made.id, missing))
+        return slots, made
 
     def _holders(self, source: Region) -> list[Region]:
         """Regions with free slots where copies of the source's blocks may lie, best first."""

@@ -31,7 +31,9 @@ _INDEX_MASK = (1 << SLOT_BITS) - 1
 class Slots:
     """Where blocks lie in this process: ``addresses`` uint64 [n], all below mapped regions."""
 
-    def __init__(self, session: Session, message: pb.Slots | None, block_bytes: int, *, writable: bool) -> None:
+    def __init__(
+        self, session: Session, message: pb.Slots | None, block_bytes: int, *, writable: bool
+    ) -> None:
         """Maps regions that are not mapped yet. Call with the session's lock held.
 
         Raises ProtocolError for slots that lie outside the regions that came with them.
@@ -75,10 +77,14 @@ class Slots:
     def _start_of(self, layout: pb.RegionLayout) -> tuple[int, int]:
         mapping = self._mappings.get(layout.id)
         if mapping is None or self.block_bytes > layout.slot_bytes:
-            raise ProtocolError(f"region {layout.id} can't hold blocks of {self.block_bytes} bytes in this process")
+            raise ProtocolError(
+                f"region {layout.id} can't hold blocks of {self.block_bytes} bytes in this process"
+            )
         most = int((self._ids & _INDEX_MASK).max()) if len(self._layouts) == 1 else self._most_in(layout.id)
         if (most + 1) * layout.slot_bytes > mapping.length_bytes:
-            raise ProtocolError(f"slot {most} lies outside region {layout.id} of {mapping.length_bytes} bytes")
+            raise ProtocolError(
+                f"slot {most} lies outside region {layout.id} of {mapping.length_bytes} bytes"
+            )
         return mapping.address, layout.slot_bytes
 
     def _most_in(self, region_id: int) -> int:

@@ -23,17 +23,16 @@ import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
+from kvstore.client.greeting import greet
 from kvstore.client.mapping import Regions
 from kvstore.client.transport import TimedOutError, Transport
-from kvstore.errors import EndedError, KVStoreError, ProtocolError, SessionEndedError, UnavailableError
+from kvstore.errors import KVStoreError, ProtocolError, SessionEndedError, UnavailableError
 from kvstore.native import Mapping
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import (
     FLAG_ERROR,
     FLAG_REPLY,
     MAX_DESCRIPTORS,
-    PROTOCOL_VERSION_MAX,
-    PROTOCOL_VERSION_MIN,
     Method,
     decode,
 )
@@ -243,45 +242,18 @@ class Session:
 
     def _connect(self, deadline_s: float) -> None:
         """Say hello on both connections, back to the old session if the daemon still knows it."""
-        hello = pb.HelloRequest(
-            version_min=PROTOCOL_VERSION_MIN, version_max=PROTOCOL_VERSION_MAX, tenant=self._tenant,
-            client_name=self._client_name, session_token=self._token,
-        )  # fmt: skip
-        fds: list[int] = []
-        calls = events = None
-        try:
-            calls = Transport(self._path, deadline_s - time.monotonic())
-            reply = _hello(calls, hello, deadline_s, fds)
-            events = Transport(self._path, deadline_s - time.monotonic())
-            hello.channel, hello.session_token = pb.CHANNEL_EVENTS, reply.session_token
-            _hello(events, hello, deadline_s, None)
-            if len(fds) != 1:
-                raise UnavailableError("the daemon passed no descriptor: is a descriptor limit reached?")
-            generations = (
-                Mapping(fds[0], reply.generations_bytes, writable=False, inherit=False)
-                .array()
-                .view(np.uint64)
-            )
-        except (KVStoreError, OSError, ValueError) as error:
-            for transport in (calls, events):
-                if transport is not None:
-                    transport.close()
-            if isinstance(error, KVStoreError) and not isinstance(error, EndedError | ProtocolError):
-                raise
-            raise UnavailableError(f"the daemon at {self._path} can't be used: {error}") from error
-        finally:
-            for fd in fds:
-                os.close(fd)
+        greeted = greet(self._path, self._tenant, self._client_name, self._token, deadline_s)
+        reply = greeted.reply
         self._end_claims("the connection to the daemon was lost meanwhile")
         if (reply.epoch, reply.session_id) != (self.epoch, self.session_id):
             # What is mapped belongs to a session that is gone; arrays keep their own mappings.
             self.regions.drop_all()
             self.regions = Regions(self._region_unmapped)
             self._acks.clear()
-        self._calls, self._events = calls, events
+        self._calls, self._events = greeted.calls, greeted.events
         self._token, self.epoch, self.session_id = reply.session_token, reply.epoch, reply.session_id
         self._heartbeat_s, self.server_version = reply.heartbeat_s, reply.server_version
-        self._generations = generations
+        self._generations = greeted.generations
         self._healthy.set()
 
     def _suspect(self) -> None:
@@ -442,11 +414,3 @@ def _run(ref: weakref.ref[Session], wake_fd: int) -> None:
             if session is not None:
                 session.listen()
             del session
-
-
-def _hello(
-    transport: Transport, hello: pb.HelloRequest, deadline_s: float, fds: list[int] | None
-) -> pb.HelloReply:
-    reply = transport.call(Method.HELLO, hello, deadline_s, fds)
-    assert isinstance(reply, pb.HelloReply)
-    return reply

@@ -41,6 +41,8 @@ from kvstore.wire.framing import (
 TICK_S = 0.05
 LATE_HEARTBEATS_ALLOWED = 3
 CLIENT_NAME_CHARS_MAX = 256
+GREETINGS_MAX = 64
+"""Connections beyond those of full sessions, so that a client too many can be told why."""
 ACKNOWLEDGEMENTS = frozenset({Method.RELEASE, Method.ABORT, Method.REGIONS_UNMAPPED, Method.GOODBYE})
 """What a session that was cut off may still say: that it stopped using something."""
 
@@ -105,7 +107,10 @@ class Daemon:
             return
         sock.setblocking(False)
         pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if uid not in (os.getuid(), 0) or len(self._connections) >= 2 * self._config.max_clients:
+        if (
+            uid not in (os.getuid(), 0)
+            or len(self._connections) >= 2 * self._config.max_clients + GREETINGS_MAX
+        ):
             log.warning("a connection of user %d, process %d was refused", uid, pid)
             sock.close()
             return
@@ -222,6 +227,7 @@ class Daemon:
         if isinstance(previous, Connection):
             previous.close()
         self.store.end_rights(session.id)
+        self._asked_to_unmap.pop(session.id, None)  # what was asked may have been lost
         session.live = True
         session.heartbeat_at_s = self._clock.now_s()
         return session

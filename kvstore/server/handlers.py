@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -198,7 +199,7 @@ class Handlers:
             extras = [ExtraKey(extra.start_token, extra.n_tokens, extra.digest) for extra in message.extras]
             path = RowPath.from_tokens(message.rows, namespace.spec.block_tokens, extras)
         time_s = message.policy_time_s if self._client_policy_clock else self._store.clock.now_s()
-        if not np.isfinite(time_s):
+        if not math.isfinite(time_s):
             raise BadInputError(f"policy_time_s is {time_s!r}; it must be a finite number of seconds")
         return Prompt(
             opened, opened.root_key(message.salt, message.lora), path, time_s, message.category & 0xFF

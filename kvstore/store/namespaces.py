@@ -62,7 +62,9 @@ class Namespaces:
                 "use another name, or none, to keep both"
             )
         if name and bound is None and len(self._names) >= NAMES_MAX:
-            raise BadInputError(f"{NAMES_MAX} namespace names are bound, the most a daemon keeps: use no name")
+            raise BadInputError(
+                f"{NAMES_MAX} namespace names are bound, the most a daemon keeps: use no name"
+            )
         digest = namespace.digest()
         entry = self._by_digest.get(digest)
         if entry is None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.lease import Reservation
 from kvstore.metrics import Counters
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.tiers.dram import DramTier, Reclaim
@@ -35,7 +36,7 @@ class RoomMaker:
     """Makes slots available to a writer, at the policy's cost. One reclaim at a time."""
 
     def __init__(self, index: PrefixIndex, dram: DramTier, counters: Counters, spare_bytes: int) -> None:
-        """``spare_bytes``: how much a call may evict beyond what the asker needs, to empty a region."""
+        """``spare_bytes``: how much may be evicted beyond what is to be written, to empty a region."""
         self._index = index
         self._dram = dram
         self._counters = counters
@@ -43,35 +44,31 @@ class RoomMaker:
         self.pending: PendingReclaim | None = None
         """The move under way."""
 
-    def make(self, writer: int, tenant: str, slot_bytes: int, n: int) -> PendingReclaim | None:
-        """Evict until the writer can allocate ``n`` slots, or nothing more can be done without moving blocks.
+    def make(self, reservation: Reservation) -> PendingReclaim | None:
+        """Evict until the reservation's slots can be allocated, or nothing more can be done without a move.
 
-        Returns the move to be made next, or None when there is room or nothing helps. Eviction that does not
-        help the writer directly is bounded by ``spare_bytes`` a call.
+        Returns the move to be made next, or None when there is room or nothing helps. All calls for one
+        reservation together evict what it wants to write, and ``spare_bytes`` more where that does not
+        help its writer directly.
         """
-        asker = (writer, tenant, slot_bytes)
-        short = n - self._dram.free_slots(*asker)
-        if short <= 0:
-            return None
-        # Retired regions that clients still map will be room soon: nobody's blocks go twice for it. They
-        # may stay mapped for long, too, so that evicting as much as is to be written goes on meanwhile.
-        leaving_bytes = self._leaving_bytes()
-        spare_bytes = short * slot_bytes + max(self._spare_bytes - leaving_bytes, 0)
-        step = short
-        while short > 0 and spare_bytes > 0:
+        asker = (reservation.writer, reservation.tenant, reservation.slot_bytes)
+        step = short = self._short(reservation)
+        if short > 0 and reservation.evict_bytes_left is None:
+            self._set_bounds(reservation, short)
+        while (
+            short > 0 and (reservation.evict_bytes_left or 0) > 0 and not self._is_coming(reservation, short)
+        ):
             evicted = self._index.evict(step)
             if not len(evicted.ids):
                 break
             self._dram.free(evicted.slots)
             self._counters.add("evicted_blocks", len(evicted.ids))
-            spare_bytes -= int(np.sum(evicted.size_bytes))
+            reservation.evict_bytes_left -= int(np.sum(evicted.size_bytes))
             self._dram.retire_empty(keep_for=asker)
-            before, short = short, n - self._dram.free_slots(*asker)
-            if self._leaving_bytes() - leaving_bytes >= short * slot_bytes > 0:
-                break
+            before, short = short, self._short(reservation)
             # Nothing gained: the victims lie in regions of others. Take larger steps towards a whole region.
             step = short if short < before else 2 * step
-        return self._plan(asker) if short > 0 else None
+        return None if short <= 0 or self._is_coming(reservation, short) else self._plan(asker)
 
     def finish(self, pending: PendingReclaim) -> None:
         """The copy is done: index and tier switch to the new slots together.
@@ -90,6 +87,23 @@ class RoomMaker:
         self._dram.abort_reclaim(pending.reclaim)
         self._index.unpin(pending.ids)
         self.pending = None
+
+    def _short(self, reservation: Reservation) -> int:
+        asker = (reservation.writer, reservation.tenant, reservation.slot_bytes)
+        return reservation.n_wanted - self._dram.free_slots(*asker)
+
+    def _set_bounds(self, reservation: Reservation, short: int) -> None:
+        # Regions that others were made to leave will be room soon: nobody's blocks go twice for it. But a
+        # client may be long in leaving, so that evicting as much as is to be written goes on meanwhile.
+        leaving_bytes = self._leaving_bytes()
+        reservation.leaving_bytes_before = leaving_bytes
+        reservation.evict_bytes_left = short * reservation.slot_bytes + max(
+            self._spare_bytes - leaving_bytes, 0
+        )
+
+    def _is_coming(self, reservation: Reservation, short: int) -> bool:
+        """Whether enough was retired for this reservation; clients that map it have yet to leave."""
+        return self._leaving_bytes() - reservation.leaving_bytes_before >= short * reservation.slot_bytes
 
     def _leaving_bytes(self) -> int:
         return int(self._dram.stats()["retired_mapped_bytes"])

@@ -199,9 +199,7 @@ class Store:
         """Evict until the reservation's blocks fit; a reclaim to be copied and finished, or None when done."""
         if reservation.n_wanted == 0 or reservation.ended:
             return None
-        return self._room.make(
-            reservation.writer, reservation.tenant, reservation.slot_bytes, reservation.n_wanted
-        )
+        return self._room.make(reservation)
 
     def finish_reclaim(self, pending: PendingReclaim) -> None:
         """After ``pending.copy()``: the moved blocks lie in their new slots, the old region is retired."""

@@ -205,7 +205,8 @@ def test_engine_hashes_as_rows(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens", [[1, 2, 3] * 8, tuple(range(40)), np.arange(40), np.arange(40, dtype=np.uint16), np.arange(80)[::2]]
+    "tokens",
+    [[1, 2, 3] * 8, tuple(range(40)), np.arange(40), np.arange(40, dtype=np.uint16), np.arange(80)[::2]],
 )
 def test_tokens_of_any_integer_kind_mean_the_same(ns: NamespaceHandle, tokens: Any) -> None:
     plain = np.array(tokens, np.uint32)
@@ -312,7 +313,9 @@ def test_an_ended_lease_is_a_miss_for_staged_reads(start_daemon: Any, wait_until
         assert client.stats()["leases_ended_unacknowledged"] == 0
 
 
-def test_a_forgotten_lease_gives_its_blocks_back(ns: NamespaceHandle, client: Client, wait_until: Any) -> None:
+def test_a_forgotten_lease_gives_its_blocks_back(
+    ns: NamespaceHandle, client: Client, wait_until: Any
+) -> None:
     ns.put(tokens_of(2), blocks_of(2))
     lease = ns.lease(tokens_of(2))
     assert client.stats()["leases"] == 1
@@ -348,7 +351,11 @@ def test_a_forked_child_has_its_own_session(ns: NamespaceHandle, client: Client)
         try:
             out = np.zeros_like(blocks)
             fine = not lease.valid and ns.get_into(tokens, out).n_blocks == 3
-            fine = fine and bool((out == blocks).all()) and ns.put(tokens_of(2, 5), blocks_of(2, 5)).n_stored == 2
+            fine = (
+                fine
+                and bool((out == blocks).all())
+                and ns.put(tokens_of(2, 5), blocks_of(2, 5)).n_stored == 2
+            )
             code = 0 if fine else 2
         finally:
             os._exit(code)

@@ -258,6 +258,31 @@ def test_steady_eviction_seldom_looks_at_the_whole_table(monkeypatch: pytest.Mon
     assert len(looks) <= 3000 * 4 // 400 + 2
 
 
+def test_a_long_prompt_is_given_up_block_by_block_with_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = PrefixIndex(make_policy("lru"))
+    index.insert(ROOT, path_of(list(range(400))), 0, np.arange(200), 1, 0.0)
+    looks = count_looks(monkeypatch)
+    assert [int(index.evict(1).slots[0]) for _ in range(200)] == list(range(199, -1, -1))
+    assert len(looks) == 1
+
+
+def test_the_heap_stays_small_whatever_is_touched_and_pinned() -> None:
+    index = PrefixIndex(make_policy("lru"))
+    for i in range(20):
+        index.insert(ROOT, path_of([i, i]), 0, np.arange(1), 1, 0.0)
+    index.evict(1)
+    newest = index.match(ROOT, path_of([19, 19])).ids
+    for _ in range(500):
+        index.touch(newest, 0.0)
+    assert len(index._evictor._heap) == 0, "what was used since the snapshot lies behind its bound"
+    oldest = index.match(ROOT, path_of([1, 1])).ids
+    for _ in range(3000):
+        index.pin(oldest)
+        index.unpin(oldest)
+    assert len(index._evictor._heap) <= evictor_module._HEAP_SLACK + 2 * 20
+    assert index.evict(1).ids.tolist() == oldest.tolist()
+
+
 def test_nothing_is_left_for_the_cycle_collector() -> None:
     index = PrefixIndex(make_policy("lru"))
     dice = random.Random(3)

@@ -186,7 +186,9 @@ def silent(path: str, pipe: Connection) -> None:
         pipe.recv()
 
 
-def test_a_client_without_heartbeat_loses_its_rights_and_may_come_back(start_daemon: Any, wait_until: Any) -> None:
+def test_a_client_without_heartbeat_loses_its_rights_and_may_come_back(
+    start_daemon: Any, wait_until: Any
+) -> None:
     daemon = start_daemon(heartbeat_s=0.1)
     with Client(daemon.config.socket_path, timeout_s=5.0) as client:
         ns = open_ns(client)
@@ -194,7 +196,9 @@ def test_a_client_without_heartbeat_loses_its_rights_and_may_come_back(start_dae
         with child(silent, str(daemon.config.socket_path)) as (process, pipe):
             assert pipe.recv() == 4
             os.kill(process.pid, signal.SIGSTOP)
-            wait_until(lambda: client.stats()["leases_ended_unacknowledged"] == 1, "the silent one is cut off")
+            wait_until(
+                lambda: client.stats()["leases_ended_unacknowledged"] == 1, "the silent one is cut off"
+            )
             os.kill(process.pid, signal.SIGCONT)
             pipe.send("go")
             valid, n_again, _ = pipe.recv()
@@ -233,7 +237,9 @@ def test_a_retired_region_counts_until_the_client_lets_go(client: Client, wait_u
             own = open_ns(writer)
             fill(own, 100, 300)
             assert own.match(prompt(1)).n_blocks == 0
-            wait_until(lambda: float(writer.stats()["dram_retired_mapped_bytes"]) > 0, "the old region is retired")
+            wait_until(
+                lambda: float(writer.stats()["dram_retired_mapped_bytes"]) > 0, "the old region is retired"
+            )
             np.testing.assert_array_equal(kept, content(1)[0])
             del kept
             wait_until(lambda: writer.stats()["dram_retired_mapped_bytes"] == 0, "the reader unmaps it")

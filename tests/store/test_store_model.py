@@ -552,8 +552,8 @@ def test_the_store_is_what_plain_dictionaries_say(rig_class: Callable[..., Any])
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         lambda: StoreMachine(rig_class),
         settings=settings(
-            max_examples=25,
-            stateful_step_count=50,
+            max_examples=12,
+            stateful_step_count=12,
             deadline=None,
             derandomize=True,
             suppress_health_check=list(HealthCheck),

@@ -1,0 +1,73 @@
+"""Saying hello: from nothing to the two connections of a session."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.client.transport import Transport
+from kvstore.errors import EndedError, KVStoreError, ProtocolError, UnavailableError
+from kvstore.native import Mapping
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.framing import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, Method
+
+
+@dataclass(frozen=True, slots=True)
+class Greeted:
+    """A session's connections, what the daemon said, and its table of generations (uint64, read-only)."""
+
+    calls: Transport
+    events: Transport
+    reply: pb.HelloReply
+    generations: NDArray[np.uint64]
+
+
+def greet(path: Path, tenant: str, client_name: str, token: bytes, deadline_s: float) -> Greeted:
+    """Connect twice and say hello; with ``token`` back to the old session if the daemon still knows it.
+
+    Blocks until ``deadline_s`` (monotonic) at most. Raises UnavailableError if it can't be done, or what else
+    the daemon answers (too many clients, for example).
+    """
+    hello = pb.HelloRequest(
+        version_min=PROTOCOL_VERSION_MIN, version_max=PROTOCOL_VERSION_MAX, tenant=tenant,
+        client_name=client_name, session_token=token,
+    )  # fmt: skip
+    fds: list[int] = []
+    opened: list[Transport] = []
+
+    def connect() -> Transport:
+        opened.append(Transport(path, max(deadline_s - time.monotonic(), 0.001)))
+        return opened[-1]
+
+    try:
+        calls = connect()
+        reply = _hello(calls, hello, deadline_s, fds)
+        events = connect()
+        hello.channel, hello.session_token = pb.CHANNEL_EVENTS, reply.session_token
+        _hello(events, hello, deadline_s, None)
+        if len(fds) != 1:
+            raise UnavailableError("the daemon passed no descriptor: is a descriptor limit reached?")
+        table = Mapping(fds[0], reply.generations_bytes, writable=False, inherit=False)
+        return Greeted(calls, events, reply, table.array().view(np.uint64))
+    except (KVStoreError, OSError, ValueError) as error:
+        for transport in opened:
+            transport.close()
+        if isinstance(error, KVStoreError) and not isinstance(error, EndedError | ProtocolError):
+            raise
+        raise UnavailableError(f"the daemon at {path} can't be used: {error}") from error
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _hello(
+    transport: Transport, hello: pb.HelloRequest, deadline_s: float, fds: list[int] | None
+) -> pb.HelloReply:
+    reply = transport.call(Method.HELLO, hello, deadline_s, fds)
+    assert isinstance(reply, pb.HelloReply)
+    return reply
