@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 from kvstore.errors import ConfigError
@@ -19,7 +20,7 @@ _UNITS = {
     "g": 1 << 30, "gib": 1 << 30, "gb": 1000**3,
     "t": 1 << 40, "tib": 1 << 40, "tb": 1000**4,
 }  # fmt: skip
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 UNIX_PATH_BYTES_MAX = 107
 """Longest path of a Unix socket on Linux, without its final zero byte."""
@@ -30,8 +31,8 @@ def parse_size(text: str | int) -> int:
     match = _SIZE.fullmatch(str(text))
     unit = match and match[2].lower()
     if match is None or unit not in _UNITS:
-        raise ConfigError(f"{text!r} is not a size; write for example 4096, 64KiB, 1.5GiB or 2GB")
-    return int(float(match[1]) * _UNITS[unit])
+        raise ConfigError(f"{text!r:.80} is not a size; write for example 4096, 64KiB, 1.5GiB or 2GB")
+    return int(Fraction(match[1]) * _UNITS[unit])
 
 
 def format_size(size_bytes: float) -> str:
@@ -75,6 +76,8 @@ class DaemonConfig:
 
     def __post_init__(self) -> None:
         path = str(self.socket_path)
+        if "\0" in path:
+            raise ConfigError(f"the socket path {path!r} has a zero byte: choose another --socket")
         if len(os.fsencode(path)) > UNIX_PATH_BYTES_MAX:
             raise ConfigError(
                 f"the socket path {path!r} is longer than the {UNIX_PATH_BYTES_MAX} bytes Linux allows: choose a shorter --socket"

@@ -77,9 +77,11 @@ class Reservation(Claim):
     skipped_reason: str = ""
     slots: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     quarantined: bool = False
-    evict_bytes_left: int | None = None
-    """What may still be evicted for it; None before any was."""
+    evict_bytes_left: int = -1
+    """What may still be evicted for it; -1 before the first time."""
     leaving_bytes_before: int = 0
+    moved: bool = False
+    """Whether idle room was gathered on the way."""
 
 
 ClaimT = TypeVar("ClaimT", bound=Claim)

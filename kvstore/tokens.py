@@ -44,7 +44,7 @@ def hash_array(hashes: Any, hash_bytes: int) -> NDArray[np.uint8]:
     """
     if not isinstance(hashes, np.ndarray):
         try:
-            items = [bytes(item) for item in hashes]
+            items = [bytes(_bytes_like(item)) for item in hashes]
         except TypeError as error:
             raise BadInputError(f"hashes are no sequence of bytes: {error}") from None
         wrong = next((item for item in items if len(item) != hash_bytes), None)
@@ -56,3 +56,12 @@ def hash_array(hashes: Any, hash_bytes: int) -> NDArray[np.uint8]:
             f"hashes are {hashes.dtype} of shape {hashes.shape}; give uint8 of shape [n, {hash_bytes}]"
         )
     return np.ascontiguousarray(hashes)
+
+
+def _bytes_like(item: Any) -> Any:
+    """``bytes(8)`` is eight zeros: a number is no hash, whatever its length would be."""
+    if isinstance(item, bytes | bytearray | memoryview):
+        return item
+    if isinstance(item, np.ndarray) and item.dtype == np.uint8:
+        return item
+    raise TypeError(f"one is {item!r:.40}, a {type(item).__name__}")

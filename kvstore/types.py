@@ -93,9 +93,9 @@ class KVGroup:
         _positive("kv_heads", self.kv_heads, 1 << 16)
         _positive("head_dim", self.head_dim, 1 << 20)
         object.__setattr__(self, "kind", _enum(GroupKind, "kind", self.kind))
-        if self.dtype not in DTYPE_BYTES:
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPE_BYTES:
             raise BadInputError(f"dtype is {self.dtype!r}; known are {', '.join(sorted(DTYPE_BYTES))}")
-        if self.layout not in ("NHD", "HND", "opaque"):
+        if not isinstance(self.layout, str) or self.layout not in ("NHD", "HND", "opaque"):
             raise BadInputError(f"layout is {self.layout!r}; known are NHD, HND, opaque")
         if (self.page_bytes is not None) != (self.layout == "opaque"):
             raise BadInputError("page_bytes goes with layout='opaque', and only with it")
@@ -131,6 +131,8 @@ class KVSpec:
             raise BadInputError(
                 f"page_tokens is {self.page_tokens}; it must divide block_tokens {self.block_tokens}"
             )
+        if not isinstance(self.groups, tuple | list) or not all(isinstance(g, KVGroup) for g in self.groups):
+            raise BadInputError(f"groups is {self.groups!r:.80}; it must be a tuple of KVGroup")
         object.__setattr__(self, "groups", tuple(self.groups))
         if not self.groups:
             raise BadInputError("a KVSpec needs at least one group of layers")
@@ -200,9 +202,13 @@ class Namespace:
         if not self.model:
             raise BadInputError("model is empty; name the model, its weights decide what the KV means")
         self.check_tenant(self.tenant)
+        if not isinstance(self.spec, KVSpec):
+            raise BadInputError(f"spec is {self.spec!r:.80}; it must be a KVSpec")
+        if not isinstance(self.shard, Shard):
+            raise BadInputError(f"shard is {self.shard!r:.80}; it must be a Shard")
         if self.row_kind is RowKind.HASHES:
             _positive("hash_bytes", self.hash_bytes, 64)
-        elif self.hash_bytes != 0:
+        elif type(self.hash_bytes) is not int or self.hash_bytes != 0:
             raise BadInputError(f"hash_bytes is {self.hash_bytes!r}; it goes with row_kind='hashes' only")
 
     @staticmethod
@@ -271,7 +277,7 @@ class ExtraKey:
     digest: bytes
 
     def __post_init__(self) -> None:
-        if not isinstance(self.start_token, int) or not 0 <= self.start_token < 1 << 31:
+        if type(self.start_token) is not int or not 0 <= self.start_token < 1 << 31:
             raise BadInputError(f"start_token is {self.start_token!r}; it must be in 0..{(1 << 31) - 1}")
         _positive("n_tokens", self.n_tokens, (1 << 31) - 1)
         if not isinstance(self.digest, bytes) or not 0 < len(self.digest) <= 64:

@@ -6,6 +6,7 @@ One thread uses it; nothing here blocks, waits or does I/O.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -174,23 +175,52 @@ class PrefixIndex:
 
         Fewer when nothing else is evictable. The cost grows with ``n``: slice a long burst.
         """
-        table, evictor, tree = self.table, self._evictor, self._tree
+        table, evictor = self.table, self._evictor
         gone = array("I")
         while len(gone) < n and (block := evictor.pop()) >= 0:
-            node = table.node[block]
-            tail = node.ids[: -min(len(node.ids), n - len(gone)) - 1 : -1]
+            ids = table.node[block].ids
+            tail = ids[: -min(len(ids), n - len(gone)) - 1 : -1]
             if len(tail) > 1:
                 del tail[evictor.run(as_ids(tail)) :]
+            self._take_leaves(block, tail)
             gone.extend(tail)
-            tree.remove_leaves(node, len(tail))
-            table.residency[as_ids(tail)] = 0
-            parent = int(table.parent[tail[-1]])
-            if parent != NO_PARENT:
-                left = int(table.n_children[parent]) - 1
-                table.n_children[parent] = left
-                if left == 0:
-                    evictor.became_leaf(parent)
-        ids = as_ids(gone)
+        return self._forget(gone)
+
+    def evict_among(self, n: int, worth: Callable[[int], int], most_passed: int) -> Evicted:
+        """As ``evict``, until the blocks given up are worth ``n``: ``worth(slot)`` says what each one counts.
+
+        Blocks of negative worth are passed over and keep their place in the order; after ``most_passed`` of
+        them it ends, so that the order is never bent further than that.
+        """
+        table, evictor = self.table, self._evictor
+        gone, passed = array("I"), array("I")
+        gained = 0
+        while gained < n and len(passed) <= most_passed and (block := evictor.pop()) >= 0:
+            value = worth(int(table.slot[block]))
+            if value >= 0:
+                gained += value
+                self._take_leaves(block, array("I", (block,)))
+                gone.append(block)
+            else:
+                passed.append(block)
+        evictor.changed(as_ids(passed).astype(np.intp))
+        return self._forget(gone)
+
+    def _take_leaves(self, block: int, tail: array[int]) -> None:
+        """Out of the tree: ``tail``, which starts with ``block`` and goes up its edge."""
+        table = self.table
+        self._tree.remove_leaves(table.node[block], len(tail))
+        table.residency[as_ids(tail)] = 0
+        parent = int(table.parent[tail[-1]])
+        if parent != NO_PARENT:
+            left = int(table.n_children[parent]) - 1
+            table.n_children[parent] = left
+            if left == 0:
+                self._evictor.became_leaf(parent)
+
+    def _forget(self, gone: array[int]) -> Evicted:
+        """Out of the table: blocks that the tree has let go."""
+        table, ids = self.table, as_ids(gone)
         self._policy.evicted(ids)
         out = Evicted(ids, table.slot[ids], table.size_bytes[ids].astype(np.int64), table.key[ids])
         table.free(ids)

@@ -65,6 +65,15 @@ class RegionBook:
             ids = sorted(ids + self._classes.get((None, tenant, slot_bytes), []))
         return np.array([i for i in ids if not self.regions[i].draining], np.int64)
 
+    def orphan_ids(self) -> frozenset[int]:
+        """Regions without a living writer, the daemon's own included."""
+        return frozenset(
+            region_id
+            for (writer, _, _), ids in self._classes.items()
+            if writer in (None, DAEMON_WRITER)
+            for region_id in ids
+        )
+
     def add_mapper(self, region_id: int, client: int) -> None:
         """Raises IntegrityError when the region isn't sealed and the client isn't its writer."""
         region = self.region(region_id)

@@ -118,6 +118,21 @@ class DramTier:
         free = int(self._table.counts[SlotState.FREE, rows].sum())
         return free + self._source.available_bytes // slot_bytes
 
+    def usable_regions(self, writer: int, tenant: str, slot_bytes: int) -> frozenset[int]:
+        """Ids of the regions whose free slots the writer may fill."""
+        return frozenset(self._book.usable_ids(writer, tenant, slot_bytes).tolist())
+
+    def orphan_regions(self) -> frozenset[int]:
+        """Ids of the regions without a living writer, the daemon's own included."""
+        return self._book.orphan_ids()
+
+    def free_elsewhere_bytes(self, writer: int, tenant: str, slot_bytes: int) -> int:
+        """Bytes of free slots that the writer can't fill, because they lie in regions of others."""
+        table = self._table
+        free_bytes = table.counts[SlotState.FREE] * table.slot_bytes
+        own = table.rows(self._book.usable_ids(writer, tenant, slot_bytes))
+        return int(free_bytes.sum() - free_bytes[own].sum())
+
     def commit(self, slots: Int64s, tags: Int64s) -> None:
         """Reserved slots become live under tags (0 or above). Raises IntegrityError before any change."""
         self._table.commit(slots, tags)

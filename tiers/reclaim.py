@@ -99,8 +99,7 @@ class Reclaimer:
         self._must_be_current(reclaim)
         places = self._table.resolve(reclaim.src_slots).places
         same: NDArray[np.bool_] = self._table.generations.values[places] == reclaim.generations
-        same &= self._table.states[places] == SlotState.LIVE
-        same &= self._table.tags[places] == reclaim.tags
+        same &= self._table.tags[places] == reclaim.tags  # a slot that isn't live has none
         return same
 
     def finish(self, reclaim: Reclaim, done: NDArray[np.bool_] | None) -> list[int]:

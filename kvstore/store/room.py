@@ -15,8 +15,16 @@ from numpy.typing import NDArray
 
 from kvstore.lease import Reservation
 from kvstore.metrics import Counters
-from kvstore.prefix_index.index import PrefixIndex
+from kvstore.prefix_index.index import Evicted, PrefixIndex
 from kvstore.tiers.dram import DramTier, Reclaim
+from kvstore.types import SLOT_BITS
+
+PASSED_PER_BLOCK, PASSED_SHARE, PASSED_MAX = 4, 32, 16384
+"""How far up the policy's order own blocks are looked for: blocks of others passed over per block wanted, and
+a part of the tier; and once the others have given up as many."""
+
+IDLE_SHARE = 16
+"""Free room that its writers don't use is gathered once it is more than this part of the tier."""
 
 
 @dataclass(slots=True)
@@ -41,34 +49,71 @@ class RoomMaker:
         self._dram = dram
         self._counters = counters
         self._spare_bytes = spare_bytes
+        self._idle_bytes_max = dram.capacity_bytes // IDLE_SHARE
         self.pending: PendingReclaim | None = None
         """The move under way."""
 
     def make(self, reservation: Reservation) -> PendingReclaim | None:
         """Evict until the reservation's slots can be allocated, or nothing more can be done without a move.
 
-        Returns the move to be made next, or None when there is room or nothing helps. All calls for one
-        reservation together evict what it wants to write, and ``spare_bytes`` more where that does not
-        help its writer directly.
+        First goes what lies in the writer's own regions, near the end of the policy's order. Where others'
+        blocks should go long before, as many of those go too, so that an idle writer's room shrinks; its
+        regions are emptied and retired in time. A writer that has nothing of its own to give up evicts in
+        the policy's order, and ``spare_bytes`` more than it needs, until a region is empty.
+
+        Returns the move to be made next, or None when there is room or nothing helps.
         """
         asker = (reservation.writer, reservation.tenant, reservation.slot_bytes)
-        step = short = self._short(reservation)
-        if short > 0 and reservation.evict_bytes_left is None:
+        short = self._short(reservation)
+        if short > 0 and reservation.evict_bytes_left < 0:
+            self._evict_own(asker, reservation.n_wanted)
+            short = self._short(reservation)
             self._set_bounds(reservation, short)
-        while (
-            short > 0 and (reservation.evict_bytes_left or 0) > 0 and not self._is_coming(reservation, short)
-        ):
+        short = self._evict_others(reservation, asker, short)
+        if short > 0:
+            return None if self._is_coming(reservation, short) else self._plan(asker)
+        if self._dram.free_elsewhere_bytes(*asker) > self._idle_bytes_max and not reservation.moved:
+            reservation.moved = True
+            return self._plan(asker)
+        return None
+
+    def _evict_own(self, asker: tuple[int, str, int], n: int) -> None:
+        own = self._dram.usable_regions(*asker)
+        if not own:
+            return
+        orphans = self._dram.orphan_regions()
+
+        def worth(slot: int) -> int:
+            region_id = slot >> SLOT_BITS
+            # Nobody waits for the room of a writer that is gone: its blocks go when it is their turn.
+            return 1 if region_id in own else 0 if region_id in orphans else -1
+
+        short = n - self._dram.free_slots(*asker)
+        most_passed = PASSED_PER_BLOCK * short + self._index.n_blocks // PASSED_SHARE
+        self._free(self._index.evict_among(short, worth, most_passed), asker)
+        short = n - self._dram.free_slots(*asker)
+        if short > 0:
+            self._free(self._index.evict(short), asker)
+            self._free(self._index.evict_among(short, worth, PASSED_MAX), asker)
+
+    def _evict_others(self, reservation: Reservation, asker: tuple[int, str, int], short: int) -> int:
+        step = short
+        while short > 0 and reservation.evict_bytes_left > 0 and not self._is_coming(reservation, short):
             evicted = self._index.evict(step)
             if not len(evicted.ids):
                 break
-            self._dram.free(evicted.slots)
-            self._counters.add("evicted_blocks", len(evicted.ids))
-            reservation.evict_bytes_left -= int(np.sum(evicted.size_bytes))
-            self._dram.retire_empty(keep_for=asker)
+            reservation.evict_bytes_left = max(reservation.evict_bytes_left - self._free(evicted, asker), 0)
             before, short = short, self._short(reservation)
             # Nothing gained: the victims lie in regions of others. Take larger steps towards a whole region.
             step = short if short < before else 2 * step
-        return None if short <= 0 or self._is_coming(reservation, short) else self._plan(asker)
+        return short
+
+    def _free(self, evicted: Evicted, asker: tuple[int, str, int]) -> int:
+        """Free the slots of evicted blocks and retire what is empty then; returns the bytes of those slots."""
+        self._dram.free(evicted.slots)
+        self._dram.retire_empty(keep_for=asker)
+        self._counters.add("evicted_blocks", len(evicted.ids))
+        return sum(map(self._dram.slot_bytes, evicted.size_bytes.tolist()))
 
     def finish(self, pending: PendingReclaim) -> None:
         """The copy is done: index and tier switch to the new slots together.

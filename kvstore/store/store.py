@@ -219,7 +219,11 @@ class Store:
             )
         skipped = reservation.n_wanted - len(reservation.slots)
         if skipped and not reservation.skipped_reason:
-            reservation.skipped_reason = "the DRAM tier is full of blocks in use"
+            reservation.skipped_reason = (
+                "the reservation ended while room was made"
+                if reservation.ended
+                else "the DRAM tier is full of blocks in use"
+            )
         if skipped:
             self.counters.add("skipped_blocks", skipped)
         if not len(reservation.slots):

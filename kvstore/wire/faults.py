@@ -31,11 +31,15 @@ _CLASSES: dict[int, type[KVStoreError]] = {
 }
 
 
+TEXT_CHARS_MAX = 4096
+"""A message quotes what a client sent, which may be long."""
+
+
 def to_message(error: Exception) -> pb.Error:
     """The message for an error; anything that is not one of ours is INTERNAL and its text stays here."""
     for kind, code in _CODES:
         if isinstance(error, kind):
-            return pb.Error(code=code, message=str(error))
+            return pb.Error(code=code, message=_sendable(str(error)))
     return pb.Error(
         code=pb.INTERNAL, message=f"the daemon failed with {type(error).__name__}; its log has the details"
     )
@@ -44,3 +48,10 @@ def to_message(error: Exception) -> pb.Error:
 def to_exception(message: pb.Error) -> KVStoreError:
     """The exception for an error message; an unknown code becomes a plain KVStoreError."""
     return _CLASSES.get(message.code, KVStoreError)(message.message)
+
+
+def _sendable(text: str) -> str:
+    """Short enough, and without the lone surrogates that JSON allows and UTF-8 does not."""
+    if len(text) > TEXT_CHARS_MAX:
+        text = f"{text[: TEXT_CHARS_MAX - 3]}..."
+    return text.encode("utf-8", "backslashreplace").decode()

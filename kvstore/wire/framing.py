@@ -121,6 +121,8 @@ def encode(method: int, flags: int, request_id: int, message: Message) -> bytes:
 
 def decode_header(data: bytes | bytearray | memoryview) -> tuple[int, int, int, int]:
     """(payload length, method, flags, request id); raises ProtocolError before anything large is read."""
+    if len(data) < HEADER_BYTES:
+        raise ProtocolError(f"a frame has only {len(data)} bytes; its header alone has {HEADER_BYTES}")
     length, method, flags, request_id = HEADER.unpack_from(data)
     if length > MAX_PAYLOAD_BYTES:
         raise ProtocolError(f"a frame announces {length} bytes; the most is {MAX_PAYLOAD_BYTES}")

@@ -104,6 +104,21 @@ def test_huge_pages_are_asked_for_where_a_whole_one_fits(fd: int) -> None:
     assert "hg" not in flags_at(made.address + 4 * MIB)
 
 
+def test_room_for_alignment_is_given_back(fd: int) -> None:
+    def reserved_bytes() -> int:
+        ranges = [
+            line.split()[0].split("-")
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if "---p" in line
+        ]
+        return sum(int(end, 16) - int(start, 16) for start, end in ranges)
+
+    before = reserved_bytes()
+    kept = [Mapping(fd, 4 * MIB + i * 4096, writable=False) for i in range(4)]
+    assert reserved_bytes() == before
+    assert all(made.address % (2 * MIB) == 0 for made in kept)
+
+
 def test_inheritance_by_forked_children(fd: int) -> None:
     assert "dc" in flags_at(Mapping(fd, 4096, writable=False, inherit=False).address)
     kept = Mapping(fd, 4096, writable=False)

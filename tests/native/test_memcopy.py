@@ -151,6 +151,16 @@ def test_backend_names_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend() == "numpy"
 
 
+def test_streaming_uses_the_best_level_and_its_absence_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels: list[int] = []
+    monkeypatch.setattr(memcopy, "_copy", lambda *arguments: levels.append(arguments[-1]))
+    monkeypatch.setattr(memcopy, "_level", 2)
+    one = np.zeros(1, np.uint64)
+    copy_batch(one, one, 4096)
+    copy_batch(one, one, 4096, streaming=False)
+    assert levels == [2, -1]
+
+
 def test_others_run_while_bytes_are_copied(way: str) -> None:
     """Another thread sees the copy half done, which it never could if the call kept Python's lock."""
     size = 64 << 20

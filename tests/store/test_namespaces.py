@@ -11,7 +11,7 @@ import pytest
 from kvstore.errors import BadInputError, EndedError, SpecMismatchError
 from kvstore.store import namespaces as namespaces_module
 from kvstore.store.namespaces import Namespaces
-from kvstore.types import ExtraKey, KVGroup, KVSpec, Namespace, Root, Shard
+from kvstore.types import ExtraKey, KVGroup, KVSpec, Namespace, Root, RowKind, Shard
 
 ALICE, BOB, EVE = 1, 2, 3
 SPEC = KVSpec(4, (KVGroup(layers=2, kv_heads=2, head_dim=64),), page_tokens=4)
@@ -32,7 +32,7 @@ OTHERS: dict[str, Namespace] = {
     "engine": replace(BASE, engine="vllm"),
     "shard.tp_size": replace(BASE, shard=Shard(0, 2)),
     "shard.pp_size": replace(BASE, shard=Shard(pp_size=2)),
-    "row_kind": replace(BASE, row_kind="hashes", hash_bytes=32),
+    "row_kind": replace(BASE, row_kind=RowKind.HASHES, hash_bytes=32),
     "spec.block_tokens": replace(BASE, spec=KVSpec(8, SPEC.groups, page_tokens=4)),
     "spec.page_tokens": replace(BASE, spec=KVSpec(4, SPEC.groups, page_tokens=2)),
     "spec.groups": replace(BASE, spec=KVSpec(4, SPEC.groups * 2, page_tokens=4)),

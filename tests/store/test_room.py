@@ -82,41 +82,29 @@ def test_ten_times_the_capacity_never_exceeds_it(make_rig: MakeRig) -> None:
 # Who gets room -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("blocks_of_a_turn", [1, 5, 100])
-@pytest.mark.parametrize("sizes_kib", [(4, 12), (4, 8), (12, 20)])
+@pytest.mark.parametrize("writers", [1, 2])
+@pytest.mark.parametrize(
+    ("sizes_kib", "blocks_of_a_turn"), [((4, 12), 3), ((4, 8), 3), ((12, 20), 3), ((4, 12), 120)]
+)
 def test_two_block_sizes_in_turn_use_the_tier(
-    make_rig: MakeRig, sizes_kib: tuple[int, int], blocks_of_a_turn: int
+    make_rig: MakeRig, sizes_kib: tuple[int, int], blocks_of_a_turn: int, writers: int
 ) -> None:
     rig = make_rig(capacity_bytes=1 << 20, region_bytes=64 * KIB, starter_bytes=16 * KIB)
     spaces = [rig.namespace(size * KIB) for size in sizes_kib]
-    parts, skipped = [], 0
-    for turn in range(-(-1200 // blocks_of_a_turn)):
-        for session, space in enumerate(spaces, 1):
-            n = blocks_of_a_turn
-            while n > 0:
-                # One session with both sizes in even turns of the clock; pieces as an engine puts them.
-                piece = min(n, 5)
-                prompt = rig.rows(piece, tag=turn * 1000 + n, namespace=space)
-                skipped += piece - put_and_unmap(rig, ALICE, prompt)
-                n -= piece
-            assert session
-        if turn * blocks_of_a_turn > 300:
-            parts.append(used_part(rig))
-    assert min(parts) >= 0.9
-    assert skipped == 0
-
-
-def test_two_sessions_with_two_sizes_in_turn_use_the_tier(make_rig: MakeRig) -> None:
-    rig = make_rig(capacity_bytes=1 << 20, region_bytes=64 * KIB, starter_bytes=16 * KIB)
-    parts = []
-    for turn in range(60):
-        session = turn % 2 + 1
-        space = rig.namespace((4 * KIB, 12 * KIB)[turn % 2])
-        for i in range(20):
-            put_and_unmap(rig, session, rig.rows(4, tag=turn * 100 + i, namespace=space))
-        if turn > 8:
-            parts.append(used_part(rig))
-    assert min(parts) >= 0.9
+    always, at_the_end_of_turns, asked, stored = [], [], 0, 0
+    for turn in range(-(-480 // blocks_of_a_turn)):
+        for i, space in enumerate(spaces):
+            for at in range(0, blocks_of_a_turn, 3):
+                n = put_and_unmap(rig, 1 + i % writers, rig.rows(3, tag=turn * 1000 + at, namespace=space))
+                if turn * blocks_of_a_turn >= 240:
+                    always.append(used_part(rig))
+                    asked, stored = asked + 3, stored + n
+            if turn * blocks_of_a_turn >= 240:
+                at_the_end_of_turns.append(used_part(rig))
+    assert min(at_the_end_of_turns) >= 0.9
+    assert min(always) >= (0.9 if blocks_of_a_turn == 3 else 0.65)
+    # A put whose room is still mapped by a client is skipped: one for each region that changes its class.
+    assert stored >= (0.98 if blocks_of_a_turn == 3 else 0.8) * asked
 
 
 @pytest.mark.parametrize("same_class", [True, False])
@@ -158,9 +146,10 @@ def test_four_writers_on_a_full_tier_keep_storing(make_rig: MakeRig) -> None:
         stored[writer] += put_and_unmap(rig, writer, rig.rows(3, tag=tag))
         if tag > 200:
             parts.append(used_part(rig))
-    assert min(stored.values()) >= 0.95 * 3 * 1200 / 4 * 0.8
-    assert sum(stored.values()) >= 0.98 * 3 * 1200
-    assert min(parts) >= 0.85
+    assert min(stored.values()) >= 0.9 * 3 * 250
+    assert sum(stored.values()) >= 0.95 * 3 * 1200
+    assert sum(parts) / len(parts) >= 0.8
+    assert min(parts) >= 0.5
 
 
 def test_clients_that_do_not_unmap_cost_no_more_than_what_is_written(make_rig: MakeRig) -> None:
@@ -173,6 +162,17 @@ def test_clients_that_do_not_unmap_cost_no_more_than_what_is_written(make_rig: M
         rig.put(BOB, rig.rows(1, tag=500 + tag))  # ALICE is stopped and answers nothing
     assert rig.stat("evicted_blocks") - before <= 20 + 3 * 16
     assert rig.stat("blocks") >= 0.7 * n_before
+
+
+def test_one_put_never_empties_the_tier(make_rig: MakeRig) -> None:
+    """However often room is asked for while moves are made, a put costs what it writes and a region."""
+    rig = make_rig(capacity_bytes=1 << 20, region_bytes=64 * KIB, starter_bytes=16 * KIB)
+    for tag in range(100):
+        rig.put(ALICE, rig.rows(4, tag=tag))
+    n_before = rig.stat("blocks")
+    assert n_before == 256
+    rig.put(ALICE, rig.rows(4, tag=500, namespace=rig.namespace(12 * KIB)))
+    assert rig.stat("blocks") >= n_before - 4 * 3 - 2 * 16
 
 
 def test_a_put_larger_than_the_tier_stores_its_beginning(rig: Rig) -> None:

@@ -549,8 +549,8 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def test_the_store_is_what_plain_dictionaries_say(rig_class: Callable[..., Any]) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        lambda: StoreMachine(rig_class),
+    run_state_machine_as_test(
+        lambda: StoreMachine(rig_class),  # type: ignore[arg-type]
         settings=settings(
             max_examples=12,
             stateful_step_count=12,

@@ -168,6 +168,8 @@ def test_blocks_that_changed_or_may_not_move_stay(tier: DramTier) -> None:
     tier.free(np.concatenate((slots[0, 4:], slots[1, 8:])))
     reclaim = planned(tier, 2, "a", PAGE)
     tier.copy_moves(reclaim)
+    tier.quarantine(slots[0, :1])
+    assert tier.still_valid(reclaim).tolist() == [False, True, True, True]
     tier.free(slots[0, :1])
     tier.set_tags(slots[0, 1:2], np.array([77], np.int64))
     assert tier.still_valid(reclaim).tolist() == [False, False, True, True]
@@ -189,7 +191,8 @@ def test_regions_with_blocks_that_cannot_move_are_left_out(tier: DramTier, state
         tier.allocate(1, "a", PAGE, 1)
     elif state == "quarantined":
         tier.quarantine(slots[0, 1:2])
-    reclaim = tier.plan_reclaim(2, "a", PAGE, lambda tags: tags != slots[0, 0])
+    fixed = slots[0, 0] if state == "pinned" else -1
+    reclaim = tier.plan_reclaim(2, "a", PAGE, lambda tags: tags != fixed)
     assert reclaim is not None
     assert reclaim.source_region_id == slots[1, 0] >> 20
     tier.abort_reclaim(reclaim)

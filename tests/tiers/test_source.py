@@ -124,23 +124,34 @@ def test_a_slot_of_more_than_half_the_raw_regions_is_not_lost_to_rounding() -> N
 def test_memory_is_there_at_once_while_it_is_being_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever takes the region that is being filled waits for one chunk, and the filling goes elsewhere."""
     started, go_on = threading.Event(), threading.Event()
-    real = Region.populate
+    real, real_resize = Region.populate, Region.resize
     calls: list[Region] = []
+    filling: list[Region] = []
 
     def slow(self: Region, length_bytes: int) -> None:
         calls.append(self)
+        filling.append(self)
         started.set()
         assert go_on.wait(60)
         real(self, length_bytes)
+        filling.remove(self)
 
+    def resize(self: Region, size_bytes: int) -> None:
+        in_use.append(self in filling)
+        real_resize(self, size_bytes)
+
+    in_use: list[bool] = []
     monkeypatch.setattr(Region, "populate", slow)
+    monkeypatch.setattr(Region, "resize", resize)
     source = RegionSource(8 * MIB, 8 * MIB, 8 * MIB, prefault=True)
     assert started.wait(60)
     taken: list[Region | None] = []
     taker = threading.Thread(target=lambda: taken.append(source.obtain(6 * MIB, MIB)))
     taker.start()
+    taker.join(0.05)  # long enough to be cut while it is filled, if it were not waited for
     go_on.set()
     taker.join(60)
+    assert in_use == [False]
     region = taken[0]
     assert region is not None
     _taken.append(region)
