@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from kvstore.native import Mapping
 
@@ -41,7 +42,7 @@ class Regions:
             if mapping is None:
                 self._on_unmapped(region_id)
             else:
-                weakref.finalize(mapping, self._on_unmapped, region_id).atexit = False
+                mapping.after_unmap = partial(self._on_unmapped, region_id)
 
     def drop_all(self) -> bool:
         """Let go of everything. True if nothing is mapped any more, False if arrays still keep some."""

@@ -25,7 +25,7 @@ from kvstore.wire.framing import (
     encode,
 )
 
-RECEIVE_BYTES = 256 << 10
+RECEIVE_BYTES = 64 << 10
 READY_S = 1.0
 
 
@@ -44,6 +44,7 @@ class Transport:
         """Connect; raises UnavailableError with the way out if nobody answers there."""
         self.late: list[Message] = []
         self._inbox = bytearray()
+        self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._next_id = 1
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._sock.settimeout(timeout_s)
@@ -122,13 +123,14 @@ class Transport:
             raise ProtocolError(f"a reply to method {method} can't be")
         return method, flags, request_id, payload
 
-    def _receive_some(self, deadline_s: float, descriptors: list[int] | None) -> bytes:
+    def _receive_some(self, deadline_s: float, descriptors: list[int] | None) -> memoryview:
         try:
             self._arm(deadline_s)
             if descriptors is None:
-                data = self._sock.recv(RECEIVE_BYTES)
+                data = self._received[: self._sock.recv_into(self._received)]
             else:
-                data, fds, _, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, MAX_DESCRIPTORS)
+                part, fds, _, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, MAX_DESCRIPTORS)
+                data = memoryview(part)
                 descriptors.extend(fds)
         except TimeoutError as error:
             raise TimedOutError("the daemon gave no answer by the deadline") from error

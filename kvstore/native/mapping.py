@@ -96,13 +96,14 @@ class Mapping:
     refuses (EPERM or EACCES for a writable mapping of a sealed region).
     """
 
-    __slots__ = ("__weakref__", "address", "after_unmap", "length_bytes", "writable")
+    __slots__ = ("__weakref__", "_pid", "address", "after_unmap", "length_bytes", "writable")
 
     def __init__(
         self, fd: int, length_bytes: int, *, writable: bool, offset_bytes: int = 0, inherit: bool = True
     ) -> None:
         self.after_unmap: Callable[[], None] | None = None
         self.length_bytes = 0
+        self._pid = os.getpid()
         if length_bytes <= 0 or length_bytes % PAGE_BYTES:
             raise ValueError(
                 f"length_bytes is {length_bytes}; it must be a positive multiple of {PAGE_BYTES}"
@@ -119,7 +120,8 @@ class Mapping:
 
     def __del__(self, munmap: Callable[[int, int], int] = _libc.munmap) -> None:
         # Not a weakref.finalize: those of other owners would run before it, while the memory is mapped.
-        if self.length_bytes:
+        # A forked child may not have the range: something else may lie there by now.
+        if self.length_bytes and os.getpid() == self._pid:
             munmap(self.address, self.length_bytes)
             if self.after_unmap is not None:
                 self.after_unmap()

@@ -26,6 +26,9 @@ RECEIVE_BYTES = 256 << 10
 BACKLOG_BYTES_MAX = 128 << 20
 """A client that lets so much pile up is cut off rather than kept in memory."""
 
+_received = memoryview(bytearray(RECEIVE_BYTES))
+"""Shared by all connections of the loop's thread: a fresh buffer for each read would be mapped and unmapped."""
+
 FRAMES_PER_TURN = 32
 """So that one busy client can't keep the loop from the others."""
 
@@ -103,16 +106,16 @@ class Connection:
 
     def _readable(self) -> None:
         try:
-            data = self._sock.recv(RECEIVE_BYTES)
+            n_bytes = self._sock.recv_into(_received)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             self.close()
             return
-        if not data:
+        if not n_bytes:
             self.close()
             return
-        self._inbox += data
+        self._inbox += _received[:n_bytes]
         self._drain()
 
     def _drain(self) -> None:
