@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvstore.errors import ConfigError
 
+PAGE_BYTES = 4096
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -59,7 +60,7 @@ class DaemonConfig:
     """Everything ``kvstored`` can be told. Raises ConfigError for values that can't work.
 
     ``policy_clock`` is ``"system"``, or ``"client"`` to let requests carry the time that policies see
-    (replays of traces).
+    (replays of traces). ``poll_us`` is how long the daemon stays awake between the requests of a burst.
     """
 
     socket_path: Path
@@ -73,6 +74,7 @@ class DaemonConfig:
     heartbeat_s: float = 10.0
     hello_s: float = 5.0
     max_clients: int = 1024
+    poll_us: float = 200.0
 
     def __post_init__(self) -> None:
         path = str(self.socket_path)
@@ -91,9 +93,9 @@ class DaemonConfig:
             raise ConfigError(
                 f"a DRAM tier of {format_size(self.dram_bytes)} does not fit this machine's {format_size(physical_bytes)}: lower --dram"
             )
-        if self.region_bytes and self.region_bytes < MIB:
+        if self.region_bytes and not MIB <= self.region_bytes <= 4 * GIB:
             raise ConfigError(
-                f"region_bytes is {self.region_bytes}; give at least 1MiB, or 0 for a size that fits the tier"
+                f"region_bytes is {self.region_bytes}; give 1MiB to 4GiB, or 0 for a size that fits the tier"
             )
         if self.policy_clock not in ("system", "client"):
             raise ConfigError(f"policy_clock is {self.policy_clock!r}; known are system, client")
@@ -105,13 +107,20 @@ class DaemonConfig:
             raise ConfigError(
                 f"lease_s_default {self.lease_s_default} is above lease_s_max {self.lease_s_max}"
             )
+        if not 0 <= self.poll_us <= 10_000:
+            raise ConfigError(f"poll_us is {self.poll_us!r}; it must be from 0 (never) to 10000 microseconds")
         if not 1 <= self.max_clients <= 65536:
             raise ConfigError(f"max_clients is {self.max_clients}; it must be from 1 to 65536")
+
+    @property
+    def starter_bytes(self) -> int:
+        """The size of a client's first region: a sixteenth of the others, so that many small ones fit."""
+        return max(64 * PAGE_BYTES, self.region_bytes_effective // 16 // PAGE_BYTES * PAGE_BYTES)
 
     @property
     def region_bytes_effective(self) -> int:
         """The region size in use: as configured, else 64 MiB or a sixteenth of a small tier."""
         if self.region_bytes:
-            return self.region_bytes // 4096 * 4096
+            return self.region_bytes // PAGE_BYTES * PAGE_BYTES
         # Whole huge pages.
         return max(2 * MIB, min(64 * MIB, self.dram_bytes // 16 // (2 * MIB) * 2 * MIB))

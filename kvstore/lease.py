@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +46,7 @@ class Claim:
 class Lease(Claim):
     """The right to read blocks in place. ``ids`` are pinned in the index until the hold ends."""
 
-    ids: NDArray[np.uint32]
+    ids: NDArray[np.integer[Any]]
     n_blocks: int
     partial_tokens: int
     n_tokens: int
@@ -56,7 +56,7 @@ class Lease(Claim):
 class Pin(Claim):
     """Blocks that must stay, without a right to read them."""
 
-    ids: NDArray[np.uint32]
+    ids: NDArray[np.integer[Any]]
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Reservation(Claim):
     first_block: int
     n_present: int
     n_wanted: int
-    prefix_ids: NDArray[np.uint32]
+    prefix_ids: NDArray[np.integer[Any]]
     time_s: float
     category: int = 0
     skipped_reason: str = ""

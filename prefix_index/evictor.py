@@ -45,9 +45,13 @@ class Evictor:
         self._complete = False
         self._version = self._policy.version
 
-    def changed(self, at: At) -> None:
-        """These blocks got another rank, lost a pin or their last child, or are new."""
-        if self._bound == -math.inf:
+    def changed(self, at: At, lowest_rank: float = -math.inf) -> None:
+        """These blocks got another rank, lost a pin or their last child, or are new.
+
+        ``lowest_rank``, if known, is at most the lowest of their ranks: then nothing need be looked at when
+        all lie behind what the snapshot holds, as they do after an access under LRU.
+        """
+        if self._bound < lowest_rank or self._bound == -math.inf:
             return
         within = self._table.rank[at] <= self._bound
         if not within.any():

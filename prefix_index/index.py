@@ -105,10 +105,9 @@ class PrefixIndex:
     def touch(self, ids: Ids, now_s: float, category: int = 0) -> None:
         """One access of blocks of one path, given from its head; the head counts as more recent."""
         if len(ids):
-            at = ids.astype(np.intp)
+            at = ids.astype(np.intp, copy=False)
             self._used(at, now_s, category)
-            self._policy.accessed(at, now_s)
-            self._evictor.changed(at)
+            self._evictor.changed(at, self._policy.accessed(at, now_s))
 
     def insert(
         self,
@@ -159,11 +158,11 @@ class PrefixIndex:
 
     def pin(self, ids: Ids) -> None:
         """Keep these blocks (distinct ids) from eviction until as many ``unpin``."""
-        self.table.refs[ids.astype(np.intp)] += 1
+        self.table.refs[ids.astype(np.intp, copy=False)] += 1
 
     def unpin(self, ids: Ids) -> None:
         """Undo one ``pin`` of these blocks (distinct ids). Raises IntegrityError if one isn't pinned."""
-        at = ids.astype(np.intp)
+        at = ids.astype(np.intp, copy=False)
         refs = self.table.refs[at]
         if len(refs) and refs.min() <= 0:
             raise IntegrityError(f"block {ids[int(refs.argmin())]} is unpinned more often than it was pinned")
@@ -232,7 +231,7 @@ class PrefixIndex:
 
     def slots(self, ids: Ids) -> NDArray[np.int64]:
         """Where the bytes of these blocks lie; a copy."""
-        return self.table.slot[ids.astype(np.intp)]
+        return self.table.slot[ids.astype(np.intp, copy=False)]
 
     def check(self) -> None:
         """Verify every structural invariant. Raises IntegrityError that names the one broken. Slow."""

@@ -29,8 +29,8 @@ class EvictionPolicy(Protocol):
         """Called once, before anything else."""
         ...
 
-    def accessed(self, ids: At, now_s: float) -> None:
-        """One access of blocks of a path, first block first."""
+    def accessed(self, ids: At, now_s: float) -> float:
+        """One access of blocks of a path, first block first. Returns their lowest new rank, or -inf."""
         ...
 
     def inserted(self, ids: At, now_s: float) -> None:
@@ -63,10 +63,11 @@ class LruPolicy:
     def attach(self, table: BlockTable) -> None:
         self._table = table
 
-    def accessed(self, ids: At, now_s: float) -> None:  # noqa: ARG002
+    def accessed(self, ids: At, now_s: float) -> float:  # noqa: ARG002
         first = self._next_rank
         self._next_rank = first + len(ids)
         self._table.rank[ids] = np.arange(self._next_rank - 1, first - 1, -1, dtype=np.float64)
+        return float(first)
 
     def inserted(self, ids: At, now_s: float) -> None:
         self.accessed(ids, now_s)

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError
 from kvstore.prefix_index.keys import block_key, extra_digest
+from kvstore.tokens import hash_array, token_array
 from kvstore.types import KEY_BYTES, MAX_BLOCK_TOKENS, TOKEN_BYTES, ExtraKey
 
 _MAX_HASH_BYTES = 64
-_TOKEN_DTYPE = np.dtype("<u4")
 _EXTRA_MARK = b"\x01"
 EXTRA_SUFFIX_BYTES = 16 + 4 + 1
 """What a child key carries behind the row when extra keys cover it: digest, first covered token, mark.
@@ -92,11 +92,7 @@ class RowPath:
                 f"hash_bytes is {hash_bytes!r}; it must be a whole number from 1 to {_MAX_HASH_BYTES}"
             )
         if isinstance(data, np.ndarray):
-            if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != hash_bytes:
-                raise BadInputError(
-                    f"hashes are {data.dtype} of shape {data.shape}; give uint8 of shape [n, {hash_bytes}]"
-                )
-            view = _flat(data)
+            view = _flat(hash_array(data, hash_bytes))
         else:
             view = _flat_buffer(data, "hashes")
         if view.nbytes % hash_bytes:
@@ -201,25 +197,4 @@ def _token_bytes(tokens: Any) -> memoryview:
         if view.nbytes % TOKEN_BYTES:
             raise BadInputError(f"tokens are {view.nbytes} bytes; each takes {TOKEN_BYTES}, little-endian")
         return view
-    return _flat(_token_array(tokens))
-
-
-def _token_array(tokens: Any) -> NDArray[np.uint32]:
-    try:
-        array = np.asarray(tokens)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise BadInputError(f"tokens are no array of integers: {error}") from None
-    if array.ndim != 1:
-        raise BadInputError(f"tokens have shape {array.shape}; give one dimension")
-    if array.dtype == _TOKEN_DTYPE:
-        return array
-    if array.size == 0:
-        return np.empty(0, _TOKEN_DTYPE)
-    if array.dtype.kind not in "iu":
-        raise BadInputError(f"tokens are {array.dtype}; give integers, best uint32")
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= 1 << 32:
-        raise BadInputError(
-            f"token id {low if low < 0 else high} is out of range; ids are 0 to {(1 << 32) - 1}"
-        )
-    return array.astype(_TOKEN_DTYPE)
+    return _flat(token_array(tokens))

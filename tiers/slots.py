@@ -75,6 +75,7 @@ class SlotTable:
         self.n_slots: Int64s = np.zeros(0, np.int64)
         self.slot_bytes: Int64s = np.zeros(0, np.int64)
         self.counts: Int64s = np.zeros((len(SlotState), 0), np.int64)
+        self._layouts: dict[int, tuple[int, int, int, int]] = {}
         # One place per slot.
         self.states: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.tags: Int64s = np.zeros(0, np.int64)
@@ -90,6 +91,7 @@ class SlotTable:
         self.bases = np.append(self.bases, base)
         self.n_slots = np.append(self.n_slots, n_slots)
         self.slot_bytes = np.append(self.slot_bytes, slot_bytes)
+        self._layouts[region_id] = (region_id, n_slots, slot_bytes, base)
         column = np.array([[n_slots], [0], [0], [0]], np.int64)
         self.counts = np.ascontiguousarray(np.hstack((self.counts, column)))
 
@@ -98,6 +100,7 @@ class SlotTable:
         row = self.row(region_id)
         if self.counts[SlotState.FREE, row] != self.n_slots[row]:
             raise IntegrityError(f"region {region_id} still has slots in use; only an empty one may go")
+        del self._layouts[region_id]
         self.generations.ranges.give(int(self.bases[row]), int(self.n_slots[row]))
         for name in ("ids", "bases", "n_slots", "slot_bytes"):
             setattr(self, name, np.delete(getattr(self, name), row))
@@ -132,18 +135,22 @@ class SlotTable:
 
     def describe(self, slots: Int64s) -> Described:
         """What a client needs to find slots. Raises IntegrityError for an unknown one."""
-        low, high = (int(slots.min()), int(slots.max())) if len(slots) else (0, -1)
-        if low >> SLOT_BITS == high >> SLOT_BITS:
+        if not len(slots):
+            return Described(np.empty(0, np.uint64), [], [], [])
+        low, high = int(slots.min()), int(slots.max())
+        layout = self._layouts.get(low >> SLOT_BITS)
+        if layout is not None and low >> SLOT_BITS == high >> SLOT_BITS:
             # One region is the common case, and every lease comes through here: a quarter of ``resolve``.
-            rows = np.array((self.row(low >> SLOT_BITS),))
-            if high & (MOST_SLOTS - 1) >= self.n_slots[rows[0]]:
+            region_id, n_slots, slot_bytes, base = layout
+            first = region_id << SLOT_BITS
+            if high - first >= n_slots:
                 raise IntegrityError(f"slot {high} is in no region of the tier")
-            places = slots + (self.bases[rows[0]] - (low >> SLOT_BITS << SLOT_BITS))
-        else:
-            found = self.resolve(slots)
-            rows, places = np.unique(found.rows), found.places
+            generations = self.generations.values[slots + (base - first)]
+            return Described(generations, [region_id], [slot_bytes], [base])
+        found = self.resolve(slots)
+        rows = np.flatnonzero(np.bincount(found.rows))
         return Described(
-            self.generations.values[places],
+            self.generations.values[found.places],
             self.ids[rows].tolist(),
             self.slot_bytes[rows].tolist(),
             self.bases[rows].tolist(),

@@ -22,6 +22,7 @@ from kvstore.client import Client
 from kvstore.config import DaemonConfig, format_size
 from kvstore.prefix_index.policy import POLICIES
 from kvstore.server.daemon import Daemon
+from kvstore.server.polling import new_loop
 
 
 @click.command()
@@ -75,6 +76,13 @@ from kvstore.server.daemon import Daemon
 )
 @click.option("--max-clients", type=int, default=1024, show_default=True, help="Most clients at a time.")
 @click.option(
+    "--poll-us",
+    type=float,
+    default=200.0,
+    show_default=True,
+    help="Stay awake so many microseconds between the requests of a burst; 0 = sleep at once.",
+)
+@click.option(
     "--ready-fd", type=int, hidden=True, help="Write a line to this descriptor when clients are accepted."
 )
 @click.option("--until-stdin-closes", is_flag=True, hidden=True, help="Stop when standard input is closed.")
@@ -84,7 +92,8 @@ def serve(ready_fd: int | None, until_stdin_closes: bool, **settings: object) ->
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    asyncio.run(_serve(config, ready_fd, until_stdin_closes))
+    with asyncio.Runner(loop_factory=lambda: new_loop(config)) as runner:
+        runner.run(_serve(config, ready_fd, until_stdin_closes))
 
 
 async def _serve(config: DaemonConfig, ready_fd: int | None, until_stdin_closes: bool) -> None:
@@ -120,8 +129,7 @@ def _calm_the_collector() -> None:
     """
     gc.collect()
     gc.freeze()
-    young, middle, _ = gc.get_threshold()
-    gc.set_threshold(young, middle, 1 << 30)
+    gc.set_threshold(20_000, 50, 1 << 30)
 
 
 @click.command()

@@ -26,40 +26,39 @@ if TYPE_CHECKING:
 Bytes = NDArray[np.uint8]
 
 _INDEX_MASK = (1 << SLOT_BITS) - 1
+_NO_SLOTS = np.empty(0, np.int64)
 
 
 class Slots:
-    """Where blocks lie in this process: ``addresses`` uint64 [n], all below mapped regions."""
+    """Where blocks lie in this process. Addresses are worked out when they are first asked for."""
 
-    def __init__(
-        self, session: Session, message: pb.Slots | None, block_bytes: int, *, writable: bool
-    ) -> None:
-        """Maps regions that are not mapped yet. Call with the session's lock held.
-
-        Raises ProtocolError for slots that lie outside the regions that came with them.
-        """
+    def __init__(self, session: Session, message: pb.Slots | None, block_bytes: int, *, writable: bool) -> None:
+        """Maps regions that are not mapped yet. Call with the session's lock held."""
         self.block_bytes = block_bytes
         self._session = session
         self._writable = writable
-        self._mappings: dict[int, Mapping] = {}
-        if message is None:
-            self._ids, self.addresses = np.empty(0, np.int64), np.empty(0, np.uint64)
-            return
-        self._ids = unpack("slots", message.ids, I64)
-        self._generations = unpack("generations", message.generations, U64, len(self._ids))
-        self._layouts = {layout.id: layout for layout in message.regions}
+        self._message = message
+        self._ids = unpack("slots", message.ids, I64) if message is not None else _NO_SLOTS
+        self._layouts = {layout.id: layout for layout in message.regions} if message is not None else {}
         # A view made later must find the mapping even if the daemon retires the region meanwhile.
         self._mappings = session.mappings(list(self._layouts), writable=writable)
-        self.addresses = self._offsets(self._start_of)
+        self._addresses: NDArray[np.uint64] | None = None
 
     def __len__(self) -> int:
         return len(self._ids)
 
+    @property
+    def addresses(self) -> NDArray[np.uint64]:
+        """uint64 [n]. Raises ProtocolError for slots outside the regions that came with them."""
+        if self._addresses is None:
+            self._addresses = self._by_region(self._start_of)
+        return self._addresses
+
     def view(self, i: int) -> Bytes:
         """uint8 [block_bytes] over slot ``i``, no copy; read-only unless these slots are reserved."""
+        start = int(self.addresses[i])
         mapping = self._mappings[int(self._ids[i]) >> SLOT_BITS]
-        start = int(self.addresses[i]) - mapping.address
-        array = mapping.array()[start : start + self.block_bytes]
+        array = mapping.array()[start - mapping.address : start - mapping.address + self.block_bytes]
         # The writer of a region has it mapped writable; its own leases must still not be able to write.
         return array if self._writable else np.frombuffer(memoryview(array).toreadonly(), np.uint8)
 
@@ -69,41 +68,42 @@ class Slots:
 
     def unchanged(self) -> bool:
         """Whether every slot still has the contents it had when it was handed out."""
-        if not len(self):
+        if self._message is None:
             return True
-        now = self._session.generations(self._offsets(lambda layout: (layout.generation_base, 1)))
-        return bool(np.array_equal(now, self._generations))
+        granted = unpack("generations", self._message.generations, U64, len(self._ids))
+        now = self._session.generations(self._by_region(lambda layout, _: (layout.generation_base, 1)))
+        return bool(np.array_equal(now, granted))
 
-    def _start_of(self, layout: pb.RegionLayout) -> tuple[int, int]:
+    def _start_of(self, layout: pb.RegionLayout, index_max: int) -> tuple[int, int]:
         mapping = self._mappings.get(layout.id)
         if mapping is None or self.block_bytes > layout.slot_bytes:
-            raise ProtocolError(
-                f"region {layout.id} can't hold blocks of {self.block_bytes} bytes in this process"
-            )
-        most = int((self._ids & _INDEX_MASK).max()) if len(self._layouts) == 1 else self._most_in(layout.id)
-        if (most + 1) * layout.slot_bytes > mapping.length_bytes:
-            raise ProtocolError(
-                f"slot {most} lies outside region {layout.id} of {mapping.length_bytes} bytes"
-            )
+            raise ProtocolError(f"region {layout.id} can't hold blocks of {self.block_bytes} bytes in this process")
+        if (index_max + 1) * layout.slot_bytes > mapping.length_bytes:
+            raise ProtocolError(f"slot {index_max} lies outside region {layout.id} of {mapping.length_bytes} bytes")
         return mapping.address, layout.slot_bytes
 
-    def _most_in(self, region_id: int) -> int:
-        return int((self._ids[self._ids >> SLOT_BITS == region_id] & _INDEX_MASK).max(initial=0))
-
-    def _offsets(self, start_and_step: Callable[[pb.RegionLayout], tuple[int, int]]) -> NDArray[np.uint64]:
+    def _by_region(self, start_and_step: Callable[[pb.RegionLayout, int], tuple[int, int]]) -> NDArray[np.uint64]:
         """``start + index * step`` of every slot, by its region."""
-        indexes = (self._ids & _INDEX_MASK).astype(np.uint64)
+        ids = self._ids
         if len(self._layouts) == 1:
             (layout,) = self._layouts.values()
-            start, step = start_and_step(layout)
-            return indexes * np.uint64(step) + np.uint64(start)
-        out = np.zeros(len(indexes), np.uint64)
-        region_ids = self._ids >> SLOT_BITS
-        for region_id, layout in self._layouts.items():
-            here = region_ids == region_id
-            start, step = start_and_step(layout)
-            out[here] = indexes[here] * np.uint64(step) + np.uint64(start)
-        return out
+            first_id = layout.id << SLOT_BITS
+            low, high = int(ids.min()) - first_id, int(ids.max()) - first_id
+            if low < 0 or high > _INDEX_MASK:
+                raise ProtocolError(f"a slot lies outside the only region, {layout.id}")
+            start, step = start_and_step(layout, high)
+            return (ids * step + (start - first_id * step)).view(np.uint64)
+        # Regions in the order of their ids, so that each slot finds its own by bisection.
+        layouts = [self._layouts[region_id] for region_id in sorted(self._layouts)]
+        first_ids = np.array([layout.id << SLOT_BITS for layout in layouts], np.int64)
+        rows = np.searchsorted(first_ids, ids, side="right") - 1
+        indexes = ids - first_ids[rows]
+        high = np.zeros(len(layouts), np.int64)
+        np.maximum.at(high, rows, indexes)
+        if int(rows.min()) < 0 or int(high.max()) > _INDEX_MASK:
+            raise ProtocolError("a slot lies outside the regions that came with it")
+        table = np.array([start_and_step(*each) for each in zip(layouts, high.tolist(), strict=True)], np.int64)
+        return (table[rows, 0] + indexes * table[rows, 1]).view(np.uint64)
 
 
 class Held(Claimed):
@@ -161,6 +161,7 @@ class Held(Claimed):
             return False
         self._let_go = True
         self._ended = self._ended or why
+        self._session.unwatch(isinstance(self, Lease), self.id)
         self.slots.forget()
         return self._session.epoch == self._epoch
 

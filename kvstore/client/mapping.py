@@ -31,9 +31,10 @@ class Regions:
         self._mappings[region_id] = mapping
         self._alive.add(mapping)
 
-    def get(self, region_id: int) -> Mapping | None:
-        """The mapping of a region, None if it is not mapped."""
-        return self._mappings.get(region_id)
+    def find(self, region_ids: list[int]) -> dict[int, Mapping]:
+        """The mappings of those among these regions that are mapped."""
+        mappings = self._mappings
+        return {region_id: mappings[region_id] for region_id in region_ids if region_id in mappings}
 
     def retire(self, region_ids: Iterable[int]) -> None:
         """Let go of regions the daemon wants back; each is unmapped when nobody looks at it any more."""

@@ -15,8 +15,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +81,7 @@ class Session:
         self._closed = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._acks: deque[tuple[Method, Message]] = deque()
-        self._claims: weakref.WeakValueDictionary[tuple[bool, int], Claimed] = weakref.WeakValueDictionary()
+        self._claims: dict[tuple[bool, int], weakref.ref[Claimed]] = {}
         self._generations: NDArray[np.uint64] = np.empty(0, np.uint64)
         self._heartbeat_s = 1.0
         self._beat_at_s = 0.0
@@ -106,13 +104,11 @@ class Session:
 
     # Calls ---------------------------------------------------------------------------------------
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Several calls and mappings as one step; nobody else's call comes between."""
+    def exclusive(self) -> threading.RLock:
+        """The lock, for ``with``: several calls and mappings as one step, nobody else's call between them."""
         if self._pid != os.getpid():
             self._after_fork()
-        with self._lock:
-            yield
+        return self._lock
 
     def call(self, method: Method, request: Message, timeout_s: float | None = None) -> Message:
         """One request and its reply. Raises what the daemon answers, or UnavailableError by the deadline."""
@@ -145,12 +141,13 @@ class Session:
 
     def mappings(self, region_ids: list[int], *, writable: bool) -> dict[int, Mapping]:
         """The mappings of these regions, made where they are missing. Raises UnavailableError if that fails."""
-        found = {region_id: self.regions.get(region_id) for region_id in region_ids}
-        missing = [region_id for region_id, mapping in found.items() if mapping is None]
+        found = self.regions.find(region_ids)
+        if len(found) == len(region_ids):
+            return found
+        missing = [region_id for region_id in region_ids if region_id not in found]
         for start in range(0, len(missing), MAX_DESCRIPTORS):
             self._map(missing[start : start + MAX_DESCRIPTORS], writable=writable)
-        found.update((region_id, self.regions.get(region_id)) for region_id in missing)
-        return {region_id: mapping for region_id, mapping in found.items() if mapping is not None}
+        return self.regions.find(region_ids)
 
     def _map(self, region_ids: list[int], *, writable: bool) -> None:
         deadline_s = time.monotonic() + self.timeout_s
@@ -189,8 +186,12 @@ class Session:
     # Claims and acknowledgements -----------------------------------------------------------------
 
     def watch(self, lease: bool, claim_id: int, claimed: Claimed) -> None:
-        """Tell ``claimed`` when its right ends; it is kept weakly."""
-        self._claims[(lease, claim_id)] = claimed
+        """Tell ``claimed`` when its right ends; it is kept weakly, until ``unwatch``."""
+        self._claims[(lease, claim_id)] = weakref.ref(claimed)
+
+    def unwatch(self, lease: bool, claim_id: int) -> None:
+        """The claim was let go of."""
+        self._claims.pop((lease, claim_id), None)
 
     def acknowledge(self, method: Method, request: Message) -> None:
         """Send later, from the session's thread; never blocks, never fails. For what is no longer used."""
@@ -234,9 +235,10 @@ class Session:
         calls.late.clear()
 
     def _end_claims(self, why: str) -> None:
-        for claimed in list(self._claims.values()):
-            claimed.end(why)
-        self._claims.clear()
+        claims, self._claims = self._claims, {}
+        for ref in claims.values():
+            if (claimed := ref()) is not None:
+                claimed.end(why)
 
     # Connecting ----------------------------------------------------------------------------------
 
@@ -358,8 +360,8 @@ class Session:
     def _on_event(self, event: pb.Event) -> None:
         for lease, ids in ((True, event.ended_leases), (False, event.ended_reservations)):
             for claim_id in ids:
-                claimed = self._claims.pop((lease, claim_id), None)
-                if claimed is not None:
+                ref = self._claims.pop((lease, claim_id), None)
+                if ref is not None and (claimed := ref()) is not None:
                     claimed.end("its time was up")
         if event.retired_regions:
             with self._lock:

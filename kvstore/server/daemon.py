@@ -336,7 +336,7 @@ def _make_store(config: DaemonConfig, clock: Clock) -> Store:
     dram = DramTier(
         config.dram_bytes,
         region_bytes=config.region_bytes_effective,
-        starter_bytes=max(256 << 10, config.region_bytes_effective // 16),
+        starter_bytes=config.starter_bytes,
         prefault=config.prefault,
     )
     limits = LeaseLimits(config.lease_s_default, config.lease_s_max)

@@ -10,8 +10,7 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.message import Message
@@ -33,8 +32,7 @@ RECLAIMS_PER_RESERVE_MAX = 8
 EXTRAS_MAX = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """A message and the descriptors that travel with it."""
 
     message: Message
@@ -126,10 +124,16 @@ class Handlers:
         for _ in range(RECLAIMS_PER_RESERVE_MAX):
             if pending is None:
                 break
+            copying = asyncio.ensure_future(asyncio.to_thread(pending.copy))
             try:
-                await asyncio.to_thread(pending.copy)
-            finally:
-                self._store.finish_reclaim(pending)
+                await asyncio.shield(copying)
+            except BaseException:
+                # Whoever cancels must wait for the thread: it writes to slots that are about to be free.
+                await asyncio.wait([copying])
+                self._store.cancel_reclaim(pending)
+                self._store.abort(reservation.writer, reservation.id)
+                raise
+            self._store.finish_reclaim(pending)
             pending = self._store.make_room(reservation)
         if pending is not None:
             self._store.cancel_reclaim(pending)

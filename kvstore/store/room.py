@@ -66,9 +66,10 @@ class RoomMaker:
         asker = (reservation.writer, reservation.tenant, reservation.slot_bytes)
         short = self._short(reservation)
         if short > 0 and reservation.evict_bytes_left < 0:
+            leaving_bytes = self._leaving_bytes()
             self._evict_own(asker, reservation.n_wanted)
-            short = self._short(reservation)
-            self._set_bounds(reservation, short)
+            short = max(self._short(reservation), 0)
+            self._set_bounds(reservation, short, leaving_bytes)
         short = self._evict_others(reservation, asker, short)
         if short > 0:
             return None if self._is_coming(reservation, short) else self._plan(asker)
@@ -137,10 +138,9 @@ class RoomMaker:
         asker = (reservation.writer, reservation.tenant, reservation.slot_bytes)
         return reservation.n_wanted - self._dram.free_slots(*asker)
 
-    def _set_bounds(self, reservation: Reservation, short: int) -> None:
+    def _set_bounds(self, reservation: Reservation, short: int, leaving_bytes: int) -> None:
         # Regions that others were made to leave will be room soon: nobody's blocks go twice for it. But a
         # client may be long in leaving, so that evicting as much as is to be written goes on meanwhile.
-        leaving_bytes = self._leaving_bytes()
         reservation.leaving_bytes_before = leaving_bytes
         reservation.evict_bytes_left = short * reservation.slot_bytes + max(
             self._spare_bytes - leaving_bytes, 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +30,7 @@ CLAIMS_PER_SESSION_MAX = 65536
 EXPIRE_BATCH = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """One prompt below one root, as every call needs it. ``time_s`` is what policies see."""
 
     namespace: OpenNamespace
@@ -106,16 +106,16 @@ class Store:
         """
         ttl_s = self.limits.ttl_s(ttl_s)
         found = self.match(prompt)
-        ids = found.ids
+        ids = found.ids.astype(np.intp)
         partial_tokens = found.partial_tokens
         if max_blocks and len(ids) >= max_blocks:
             ids, partial_tokens = ids[:max_blocks], 0
         n_blocks = len(ids)
         if partial_tokens:
-            ids = np.append(ids, np.uint32(found.partial_id))
+            ids = np.append(ids, found.partial_id)
         n_tokens = n_blocks * prompt.namespace.namespace.spec.block_tokens + partial_tokens
         self._count_hits(prompt.path, n_blocks, n_tokens)
-        wanted = ids[first_block:]
+        wanted = ids[first_block:] if first_block else ids
         if len(ids):
             self.index.touch(ids, prompt.time_s, prompt.category)
         if not len(wanted):
@@ -176,11 +176,15 @@ class Store:
                 f"blocks {first_block}..{first_block + n_blocks - 1} were asked for; the prompt has {path.n_rows} blocks"
             )
         self._check_room_for_claim(session_id, self.reservations)
-        prefix = self.index.match(prompt.root_key, path).ids
-        n_present = min(max(len(prefix) - first_block, 0), n_blocks)
+        found = self.index.match(prompt.root_key, path)
+        prefix = found.ids
+        n_rows = len(prefix)
+        if n_rows == path.n_full_rows and 0 < found.partial_tokens == path.tail_tokens:
+            n_rows += 1  # a block that is there starts with the short last row: storing that would add nothing
+        n_present = min(max(n_rows - first_block, 0), n_blocks)
         n_missing = n_blocks - n_present
         reason = ""
-        if len(prefix) < first_block:
+        if n_rows < first_block:
             reason = f"the blocks before are not stored: {len(prefix)} of {first_block} are"
             n_missing = 0
             self.counters.add("skipped_blocks", n_blocks)
@@ -199,7 +203,11 @@ class Store:
         """Evict until the reservation's blocks fit; a reclaim to be copied and finished, or None when done."""
         if reservation.n_wanted == 0 or reservation.ended:
             return None
-        return self._room.make(reservation)
+        try:
+            return self._room.make(reservation)
+        except BaseException:
+            self._drop_reservation(reservation, reservation.writer)
+            raise
 
     def finish_reclaim(self, pending: PendingReclaim) -> None:
         """After ``pending.copy()``: the moved blocks lie in their new slots, the old region is retired."""
