@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import time
 from pathlib import Path
@@ -51,6 +52,10 @@ class Transport:
         self._next_id = 1
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._sock.settimeout(timeout_s)
+        # On a single core the daemon can only answer while this process sleeps.
+        self._spin_s = SPIN_S if len(os.sched_getaffinity(0)) > 1 else 0.0
+        self._poller = select.poll()
+        self._poller.register(self._sock, select.POLLIN)
         try:
             self._sock.connect(os.fspath(path))
         except OSError as error:
@@ -127,16 +132,14 @@ class Transport:
         return method, flags, request_id, payload
 
     def _receive_some(self, deadline_s: float, descriptors: list[int] | None) -> memoryview:
+        self._wait_readable(deadline_s)
         try:
-            self._arm(deadline_s)
             if descriptors is None:
-                data = self._received[: self._spin() or self._sock.recv_into(self._received)]
+                data = self._received[: self._sock.recv_into(self._received)]
             else:
                 part, fds, _, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, MAX_DESCRIPTORS)
                 data = memoryview(part)
                 descriptors.extend(fds)
-        except TimeoutError as error:
-            raise TimedOutError("the daemon gave no answer by the deadline") from error
         except OSError as error:
             self.close()
             raise UnavailableError(f"the connection to the daemon broke: {error}") from error
@@ -145,16 +148,17 @@ class Transport:
             raise UnavailableError("the daemon closed the connection")
         return data
 
-    def _spin(self) -> int:
-        """Look for the reply without sleeping for a moment, letting others run; the bytes received, 0 if none."""
-        until_s = time.monotonic() + SPIN_S
-        while True:
-            try:
-                return self._sock.recv_into(self._received, 0, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                if time.monotonic() > until_s:
-                    return 0
-                os.sched_yield()
+    def _wait_readable(self, deadline_s: float) -> None:
+        """Look for a moment, then sleep until there is something to read. TimedOutError at the deadline."""
+        # By ``poll``, not by reading in vain: that would take the socket's lock away from the sender.
+        poll, spin_until_s = self._poller.poll, min(time.monotonic() + self._spin_s, deadline_s)
+        while not poll(0):
+            now_s = time.monotonic()
+            if now_s > spin_until_s:
+                left_s = deadline_s - now_s
+                if left_s <= 0 or not poll(left_s * 1000):
+                    raise TimedOutError("the daemon gave no answer by the deadline")
+                return
 
     def _arm(self, deadline_s: float) -> None:
         left_s = deadline_s - time.monotonic()
