@@ -33,8 +33,8 @@ class BandwidthOptions:
     block_sizes: tuple[int, ...] = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
     threads: tuple[int, ...] = (1, 2)
     pairs: int = 21
-    batch_bytes: int = 32 * MIB
-    dram_bytes: int = GIB
+    batch_bytes: int = 128 * MIB
+    dram_bytes: int = 2 * GIB
     lookup_blocks: int = 256
     lookups: int = 1000
     lease_block_sizes: tuple[int, ...] = (4 * KIB, 64 * KIB, 256 * KIB, MIB)

@@ -249,6 +249,11 @@ class DramTier:
         """For each client the retired regions that it still maps: it must be asked to unmap them."""
         return self._book.pending_unmaps()
 
+    @property
+    def retired_mapped_bytes(self) -> int:
+        """Bytes of regions that are gone but for the clients that still map them."""
+        return self._book.retired_bytes
+
     def retire_empty(self, keep_for: tuple[int, str, int], limit_bytes: int | None = None) -> list[int]:
         """Retire empty regions that an asker (writer, tenant, slot_bytes) can't use; returns their ids.
 

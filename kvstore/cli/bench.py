@@ -33,7 +33,7 @@ def bench() -> None:
     "--dram",
     "dram_bytes",
     type=SIZE,
-    default="1GiB",
+    default="2GiB",
     show_default=True,
     help="DRAM tier of the daemon that is measured.",
 )

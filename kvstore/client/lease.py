@@ -32,7 +32,9 @@ _NO_SLOTS = np.empty(0, np.int64)
 class Slots:
     """Where blocks lie in this process. Addresses are worked out when they are first asked for."""
 
-    def __init__(self, session: Session, message: pb.Slots | None, block_bytes: int, *, writable: bool) -> None:
+    def __init__(
+        self, session: Session, message: pb.Slots | None, block_bytes: int, *, writable: bool
+    ) -> None:
         """Maps regions that are not mapped yet. Call with the session's lock held."""
         self.block_bytes = block_bytes
         self._session = session
@@ -77,12 +79,18 @@ class Slots:
     def _start_of(self, layout: pb.RegionLayout, index_max: int) -> tuple[int, int]:
         mapping = self._mappings.get(layout.id)
         if mapping is None or self.block_bytes > layout.slot_bytes:
-            raise ProtocolError(f"region {layout.id} can't hold blocks of {self.block_bytes} bytes in this process")
+            raise ProtocolError(
+                f"region {layout.id} can't hold blocks of {self.block_bytes} bytes in this process"
+            )
         if (index_max + 1) * layout.slot_bytes > mapping.length_bytes:
-            raise ProtocolError(f"slot {index_max} lies outside region {layout.id} of {mapping.length_bytes} bytes")
+            raise ProtocolError(
+                f"slot {index_max} lies outside region {layout.id} of {mapping.length_bytes} bytes"
+            )
         return mapping.address, layout.slot_bytes
 
-    def _by_region(self, start_and_step: Callable[[pb.RegionLayout, int], tuple[int, int]]) -> NDArray[np.uint64]:
+    def _by_region(
+        self, start_and_step: Callable[[pb.RegionLayout, int], tuple[int, int]]
+    ) -> NDArray[np.uint64]:
         """``start + index * step`` of every slot, by its region."""
         ids = self._ids
         if len(self._layouts) == 1:
@@ -102,7 +110,9 @@ class Slots:
         np.maximum.at(high, rows, indexes)
         if int(rows.min()) < 0 or int(high.max()) > _INDEX_MASK:
             raise ProtocolError("a slot lies outside the regions that came with it")
-        table = np.array([start_and_step(*each) for each in zip(layouts, high.tolist(), strict=True)], np.int64)
+        table = np.array(
+            [start_and_step(*each) for each in zip(layouts, high.tolist(), strict=True)], np.int64
+        )
         return (table[rows, 0] + indexes * table[rows, 1]).view(np.uint64)
 
 

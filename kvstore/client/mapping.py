@@ -14,7 +14,10 @@ from kvstore.native import Mapping
 
 
 class Regions:
-    """The mapped regions of one session by region id. Used under the session's lock.
+    """The mapped regions of one session by region id.
+
+    ``retire`` may be called on any thread at any time: the daemon retires a region only when nobody holds a
+    lease or reservation in it. Everything else is called under the session's lock.
 
     ``on_unmapped(region_id)`` is called, on any thread, once a retired region is really unmapped.
     """

@@ -363,9 +363,8 @@ class Session:
                 ref = self._claims.pop((lease, claim_id), None)
                 if ref is not None and (claimed := ref()) is not None:
                     claimed.end("its time was up")
-        if event.retired_regions:
-            with self._lock:
-                self.regions.retire(event.retired_regions)
+        # Without the lock: a caller may hold it, waiting for the very room that this gives.
+        self.regions.retire(event.retired_regions)
 
     def _reconnect(self) -> Transport | None:
         with self._lock:

@@ -67,7 +67,9 @@ class Daemon:
             raise
         self.epoch = time.time_ns()
         self.sessions = Sessions(self._loop.add_reader, self._loop.remove_reader)
-        self._handlers = Handlers(self.store, config.policy_clock == "client", self._more_stats)
+        self._handlers = Handlers(
+            self.store, config.policy_clock == "client", self._more_stats, self._ask_to_unmap
+        )
         self._connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._tick_handle: asyncio.TimerHandle | None = None
@@ -258,6 +260,7 @@ class Daemon:
         if self.sessions.forget(session):
             self._asked_to_unmap.pop(session.id, None)
             self.store.forget_session(session.id)
+            self._handlers.memory_came_back()
 
     # Time ----------------------------------------------------------------------------------------
 

@@ -28,7 +28,10 @@ from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import MAX_DESCRIPTORS, Method
 from kvstore.wire.packing import I64, U64, pack
 
-RECLAIMS_PER_RESERVE_MAX = 8
+STEPS_PER_RESERVE_MAX = 16
+UNMAP_WAIT_S = 0.1
+"""How long a reservation waits for clients to unmap what was retired for it; what is not there then is skipped."""
+
 EXTRAS_MAX = 4096
 
 
@@ -50,10 +53,13 @@ class Handlers:
         store: Store,
         client_policy_clock: bool,
         more_stats: Callable[[], tuple[dict[str, float], dict[str, str]]],
+        ask_to_unmap: Callable[[], None],
     ) -> None:
         self._store = store
         self._client_policy_clock = client_policy_clock
         self._more_stats = more_stats
+        self._ask_to_unmap = ask_to_unmap
+        self._unmapped = asyncio.Event()
         self.by_method: dict[int, Callable[[Session, Any], Result]] = {
             Method.OPEN_NAMESPACE: self.open_namespace,
             Method.MATCH: self.match,
@@ -116,28 +122,44 @@ class Handlers:
             session.id, prompt, request.first_block, request.n_blocks, request.ttl_s
         )
         pending = self._store.make_room(reservation)
-        if pending is None:
+        if pending is None and not self._store.room_is_coming(reservation):
             return self._reserve_reply(self._store.finish_reserve(reservation))
-        return self._reserve_after_moves(reservation, pending)
+        return self._reserve_slowly(reservation, pending)
 
-    async def _reserve_after_moves(self, reservation: Reservation, pending: PendingReclaim | None) -> Reply:
-        for _ in range(RECLAIMS_PER_RESERVE_MAX):
-            if pending is None:
+    async def _reserve_slowly(self, reservation: Reservation, pending: PendingReclaim | None) -> Reply:
+        """Move blocks, and wait a moment for clients that were asked to unmap a region."""
+        deadline_s = asyncio.get_running_loop().time() + UNMAP_WAIT_S
+        for _ in range(STEPS_PER_RESERVE_MAX):
+            if pending is not None:
+                await self._move(reservation, pending)
+            elif not self._store.room_is_coming(reservation) or not await self._wait_unmapped(deadline_s):
                 break
-            copying = asyncio.ensure_future(asyncio.to_thread(pending.copy))
-            try:
-                await asyncio.shield(copying)
-            except BaseException:
-                # Whoever cancels must wait for the thread: it writes to slots that are about to be free.
-                await asyncio.wait([copying])
-                self._store.cancel_reclaim(pending)
-                self._store.abort(reservation.writer, reservation.id)
-                raise
-            self._store.finish_reclaim(pending)
             pending = self._store.make_room(reservation)
         if pending is not None:
             self._store.cancel_reclaim(pending)
         return self._reserve_reply(self._store.finish_reserve(reservation))
+
+    async def _wait_unmapped(self, deadline_s: float) -> bool:
+        self._unmapped.clear()
+        self._ask_to_unmap()
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await self._unmapped.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _move(self, reservation: Reservation, pending: PendingReclaim) -> None:
+        copying = asyncio.ensure_future(asyncio.to_thread(pending.copy))
+        try:
+            await asyncio.shield(copying)
+        except BaseException:
+            # Whoever cancels must wait for the thread: it writes to slots that are about to be free.
+            await asyncio.wait([copying])
+            self._store.cancel_reclaim(pending)
+            self._store.abort(reservation.writer, reservation.id)
+            raise
+        self._store.finish_reclaim(pending)
 
     def commit(self, session: Session, request: pb.CommitRequest) -> Result:
         done = self._store.commit(session.id, request.reservation_id, request.n_blocks)
@@ -168,7 +190,12 @@ class Handlers:
     def regions_unmapped(self, session: Session, request: pb.RegionsUnmappedRequest) -> Result:
         for region_id in request.region_ids:
             self._store.dram.remove_mapper(region_id, session.id)
+        self.memory_came_back()
         return Reply(pb.RegionsUnmappedReply())
+
+    def memory_came_back(self) -> None:
+        """A client has unmapped regions or is gone: whoever waits for room looks again."""
+        self._unmapped.set()
 
     def pin(self, session: Session, request: pb.PinRequest) -> Result:
         pin = self._store.pin(session.id, self._prompt(session, request.prompt), request.ttl_s)

@@ -66,22 +66,35 @@ class RoomMaker:
         asker = (reservation.writer, reservation.tenant, reservation.slot_bytes)
         short = self._short(reservation)
         if short > 0 and reservation.evict_bytes_left < 0:
-            leaving_bytes = self._leaving_bytes()
-            self._evict_own(asker, reservation.n_wanted)
-            short = max(self._short(reservation), 0)
+            leaving_bytes = self._dram.retired_mapped_bytes
+            short = self._evict_own(asker, reservation.n_wanted, short)
             self._set_bounds(reservation, short, leaving_bytes)
+        if short <= 0:
+            return self._gather_idle(reservation, asker)
         short = self._evict_others(reservation, asker, short)
         if short > 0:
-            return None if self._is_coming(reservation, short) else self._plan(asker)
-        if self._dram.free_elsewhere_bytes(*asker) > self._idle_bytes_max and not reservation.moved:
-            reservation.moved = True
-            return self._plan(asker)
-        return None
+            return None if self.is_coming(reservation) else self._plan(asker)
+        return self._gather_idle(reservation, asker)
 
-    def _evict_own(self, asker: tuple[int, str, int], n: int) -> None:
+    def is_coming(self, reservation: Reservation) -> bool:
+        """Whether it lacks room, and enough was retired for it that clients have yet to unmap."""
+        short = self._short(reservation)
+        return short > 0 and self._is_coming(reservation, short)
+
+    def _gather_idle(self, reservation: Reservation, asker: tuple[int, str, int]) -> PendingReclaim | None:
+        if reservation.moved or self._dram.free_elsewhere_bytes(*asker) <= self._idle_bytes_max:
+            return None
+        reservation.moved = True
+        return self._plan(asker)
+
+    def _evict_own(self, asker: tuple[int, str, int], n: int, short: int) -> int:
+        """See ``make``; returns how many slots the asker still lacks."""
         own = self._dram.usable_regions(*asker)
         if not own:
-            return
+            return short
+        if len(own) == len(self._dram.regions):  # everything is the asker's: the order is all there is
+            self._free(self._index.evict(short), asker)
+            return max(n - self._dram.free_slots(*asker), 0)
         orphans = self._dram.orphan_regions()
 
         def worth(slot: int) -> int:
@@ -89,13 +102,14 @@ class RoomMaker:
             # Nobody waits for the room of a writer that is gone: its blocks go when it is their turn.
             return 1 if region_id in own else 0 if region_id in orphans else -1
 
-        short = n - self._dram.free_slots(*asker)
         most_passed = PASSED_PER_BLOCK * short + self._index.n_blocks // PASSED_SHARE
         self._free(self._index.evict_among(short, worth, most_passed), asker)
         short = n - self._dram.free_slots(*asker)
         if short > 0:
             self._free(self._index.evict(short), asker)
             self._free(self._index.evict_among(short, worth, PASSED_MAX), asker)
+            short = n - self._dram.free_slots(*asker)
+        return max(short, 0)
 
     def _evict_others(self, reservation: Reservation, asker: tuple[int, str, int], short: int) -> int:
         step = short
@@ -148,10 +162,8 @@ class RoomMaker:
 
     def _is_coming(self, reservation: Reservation, short: int) -> bool:
         """Whether enough was retired for this reservation; clients that map it have yet to leave."""
-        return self._leaving_bytes() - reservation.leaving_bytes_before >= short * reservation.slot_bytes
-
-    def _leaving_bytes(self) -> int:
-        return int(self._dram.stats()["retired_mapped_bytes"])
+        leaving_bytes = self._dram.retired_mapped_bytes - reservation.leaving_bytes_before
+        return leaving_bytes >= short * reservation.slot_bytes
 
     def _plan(self, asker: tuple[int, str, int]) -> PendingReclaim | None:
         if self.pending is not None:

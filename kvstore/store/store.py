@@ -180,7 +180,9 @@ class Store:
         prefix = found.ids
         n_rows = len(prefix)
         if n_rows == path.n_full_rows and 0 < found.partial_tokens == path.tail_tokens:
-            n_rows += 1  # a block that is there starts with the short last row: storing that would add nothing
+            n_rows += (
+                1  # a block that is there starts with the short last row: storing that would add nothing
+            )
         n_present = min(max(n_rows - first_block, 0), n_blocks)
         n_missing = n_blocks - n_present
         reason = ""
@@ -208,6 +210,10 @@ class Store:
         except BaseException:
             self._drop_reservation(reservation, reservation.writer)
             raise
+
+    def room_is_coming(self, reservation: Reservation) -> bool:
+        """Whether the room it lacks is there as soon as clients have unmapped what was retired for it."""
+        return self.reservations.get(reservation.id) is reservation and self._room.is_coming(reservation)
 
     def finish_reclaim(self, pending: PendingReclaim) -> None:
         """After ``pending.copy()``: the moved blocks lie in their new slots, the old region is retired."""

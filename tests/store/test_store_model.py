@@ -146,7 +146,7 @@ class StoreMachine(RuleBasedStateMachine):
     def ask(self, prompt: Key) -> Any:
         if prompt not in self.asked:
             self.asked[prompt] = self.make(prompt)
-        return replace(self.asked[prompt], time_s=self.now_s)
+        return self.asked[prompt]._replace(time_s=self.now_s)
 
     def make(self, prompt: Key) -> Any:
         return self.rig.prompt(prompt[1], self.namespaces[prompt[0]])
