@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -272,9 +272,11 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.store.counters["skipped_blocks"] == before + n
             assert self.store.finish_reserve(reservation).slots.size == 0
             return
-        tail_there = depth == len(keys) - 1 and keys[-1] in self.stored
+        # A short last row needs no block of its own where a stored block starts with it.
+        tail_tokens = len(prompt[1]) % WIDTH
+        tail_there = depth == len(keys) - 1 and 0 < self.partial(prompt)[0] == tail_tokens
         known = min(depth - first, n)
-        assert reservation.n_present in (known, min(known + tail_there, n))
+        assert reservation.n_present == min(known + tail_there, n)
         assert reservation.n_present + reservation.n_wanted == n
         self.go_on(reservation, prompt, depth, may_wait=dice.random() < 0.5)
 
@@ -556,6 +558,7 @@ def test_the_store_is_what_plain_dictionaries_say(rig_class: Callable[..., Any])
             stateful_step_count=12,
             deadline=None,
             derandomize=True,
+            phases=[Phase.explicit, Phase.generate],  # a failing run has hundreds of steps: shrinking takes too long
             suppress_health_check=list(HealthCheck),
         ),
     )
