@@ -74,9 +74,7 @@ class Row:
     cold: bool = False
 
     @classmethod
-    def from_pairs(
-        cls, name: str, block_bytes: int, threads: int, n_bytes: int, pairs: NDArray[np.float64]
-    ) -> Row:
+    def from_pairs(cls, name: str, block_bytes: int, threads: int, n_bytes: int, pairs: NDArray[np.float64]) -> Row:
         """``pairs``: seconds, float64 [n, 2]: the store's side, the limit's side."""
         ratios = pairs[:, 1] / pairs[:, 0]
         p50, p99 = np.percentile(pairs[:, 0] * 1e6, [50, 99])
@@ -156,9 +154,7 @@ def run_bandwidth(options: BandwidthOptions, connect: str, step: Step | None = N
     with Client(connect, timeout_s=options.timeout_s) as client:
         lookups = measure_lookups(client, options, limits)
         facts = {name: value for name, value in client.stats().items() if _is_fact(name)}
-    return BandwidthReport(
-        limits, tuple(rows), tuple(lookups), mismatches, options.pairs, options.batch_bytes, facts
-    )
+    return BandwidthReport(limits, tuple(rows), tuple(lookups), mismatches, options.pairs, options.batch_bytes, facts)
 
 
 def bootstrap_low(values: NDArray[np.float64], resamples: int = 1000) -> float:

@@ -152,9 +152,7 @@ class _Prefix:
         if n_blocks != self._n:
             raise BadInputError(f"{n_blocks} of {self._n} blocks are resident; give the daemon more DRAM")
 
-    def _row(
-        self, name: str, seconds: NDArray[np.float64], echoes: NDArray[np.float64], limits: Limits
-    ) -> LookupRow:
+    def _row(self, name: str, seconds: NDArray[np.float64], echoes: NDArray[np.float64], limits: Limits) -> LookupRow:
         latency, echo = Latency.from_seconds(seconds), Latency.from_seconds(echoes)
         grpc = limits.grpc_aio_echo
         kv_bytes = self._n * self._block_bytes

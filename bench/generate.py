@@ -122,9 +122,7 @@ def generate_trace(options: ConversationOptions, limit: int | None = None) -> To
 
 def generate(options: ConversationOptions) -> Iterator[TokenRequest]:
     """Requests in order of time. Keeps only the conversations that are under way."""
-    system = _rng(options, _SYSTEM_STREAM).integers(
-        options.vocabulary, size=options.system_tokens, dtype=np.uint32
-    )
+    system = _rng(options, _SYSTEM_STREAM).integers(options.vocabulary, size=options.system_tokens, dtype=np.uint32)
     arrivals = _rng(options, _ARRIVAL_STREAM)
     waiting: list[_Conversation] = []
     start_s = 0.0
@@ -154,9 +152,7 @@ def to_trace(requests: Iterable[TokenRequest], block_tokens: int, name: str = "g
                 turn=request.turn,
             )
         )
-    return Trace(
-        name, tuple(plain), np.array(offsets, dtype=np.int64), np.array(ids, dtype=np.uint64), block_tokens
-    )
+    return Trace(name, tuple(plain), np.array(offsets, dtype=np.int64), np.array(ids, dtype=np.uint64), block_tokens)
 
 
 def to_json_lines(trace: Trace) -> Iterator[str]:

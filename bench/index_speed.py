@@ -68,9 +68,7 @@ def _split_index(prompt: Tokens, block_tokens: int, edges: int) -> PrefixIndex:
     return index
 
 
-def _alternate(
-    left: Callable[[], object], right: Callable[[], object], pairs: int
-) -> tuple[float, float, float]:
+def _alternate(left: Callable[[], object], right: Callable[[], object], pairs: int) -> tuple[float, float, float]:
     """(median ratio left / right, median left in us, median right in us), the two sides in turn."""
     times: list[tuple[int, int]] = []
     for _ in range(pairs + 3):
@@ -154,12 +152,8 @@ def _children(figures: dict[str, float], block_tokens: int, children: int, pairs
 def _memory(figures: dict[str, float], block_tokens: int, n_blocks: int) -> None:
     """Bytes a block for three shapes: chat prompts, one leaf per block, every second block a fork."""
     shapes: dict[str, Callable[[PrefixIndex, np.random.Generator], None]] = {
-        "chat": lambda index, rng: _insert(
-            index, rng.integers(0, 150_000, 64 * block_tokens, np.uint32), block_tokens
-        ),
-        "flat": lambda index, rng: _insert(
-            index, rng.integers(0, 150_000, block_tokens, np.uint32), block_tokens
-        ),
+        "chat": lambda index, rng: _insert(index, rng.integers(0, 150_000, 64 * block_tokens, np.uint32), block_tokens),
+        "flat": lambda index, rng: _insert(index, rng.integers(0, 150_000, block_tokens, np.uint32), block_tokens),
         "forks": lambda index, rng: _comb(index, rng, block_tokens),
     }
     for shape, add in shapes.items():

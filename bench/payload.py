@@ -70,9 +70,7 @@ class Payload:
         """What the buffer is XORed with: uint64 [n, segments] for keys of shape [n] or [n, segments]."""
         mixed = mix(keys.reshape(len(keys), -1) ^ self._salt)
         if mixed.shape[1] != self.segments:
-            raise BadInputError(
-                f"{mixed.shape[1]} keys a block given; this payload has {self.segments} segments"
-            )
+            raise BadInputError(f"{mixed.shape[1]} keys a block given; this payload has {self.segments} segments")
         return mixed
 
     def fill(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> None:
@@ -84,9 +82,7 @@ class Payload:
         if len(self._base_tail):
             out[:, self._base.nbytes :] = self._tails(masks)
 
-    def matches(
-        self, block: NDArray[np.uint8], masks: NDArray[np.uint64], n_segments: int | None = None
-    ) -> bool:
+    def matches(self, block: NDArray[np.uint8], masks: NDArray[np.uint64], n_segments: int | None = None) -> bool:
         """Whether every byte of one block (uint8 [block_bytes]) is as it must be.
 
         ``masks`` is one row of what ``masks()`` gave; ``n_segments`` compares leading segments only.

@@ -29,9 +29,7 @@ def draw_hit_ratio(
     figure, axes = _new_figure(8.0, 5.0)
     _curve(axes, report.points, "token_hit_ratio", "token hit", _BLUE, "o-")
     if report.whole_block_points:
-        _curve(
-            axes, report.whole_block_points, "token_hit_ratio", "token hit, whole blocks only", _SKY, "s--"
-        )
+        _curve(axes, report.whole_block_points, "token_hit_ratio", "token hit, whole blocks only", _SKY, "s--")
     _curve(axes, report.points, "block_hit_ratio", "block hit", _ORANGE, "^-")
     trace = workload.block_view if isinstance(workload, TokenTrace) else workload
     ideal = trace.ideal_block_hit_ratio
@@ -137,9 +135,7 @@ def _shades(n: int) -> list[str]:
     return [paired[i % len(paired)] for i in range(n)]
 
 
-def _new_figure(
-    width: float, height: float, columns: int = 1, widths: Sequence[float] = (1,)
-) -> tuple[Any, Any]:
+def _new_figure(width: float, height: float, columns: int = 1, widths: Sequence[float] = (1,)) -> tuple[Any, Any]:
     # Figure objects instead of pyplot: no global state, no display, nothing to close.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

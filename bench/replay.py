@@ -152,9 +152,7 @@ def counts_dict(counts: HitCounts) -> dict[str, Any]:
     }
 
 
-def replay(
-    workload: Workload, options: ReplayOptions, connect: str, progress: Progress | None = None
-) -> ReplayResult:
+def replay(workload: Workload, options: ReplayOptions, connect: str, progress: Progress | None = None) -> ReplayResult:
     """Run ``workload`` through the daemon at the socket ``connect``; blocks until all clients are done.
 
     Raises UnavailableError if the daemon can't be reached at the start, KVStoreError if a client fails.

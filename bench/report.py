@@ -116,9 +116,7 @@ def simulation_tables(report: SimulationReport) -> list[Table]:
     ]
     if report.whole_block_counts is not None:
         facts.append(("token hit, whole blocks only", f"{report.whole_block_counts.token_hit_ratio:.4f}"))
-    table = Table(
-        "capacity %", "blocks", "block hit", "token hit", "any hit", title="Hit ratio over capacity"
-    )
+    table = Table("capacity %", "blocks", "block hit", "token hit", "any hit", title="Hit ratio over capacity")
     for column in table.columns:
         column.justify = "right"
     for point in report.points:

@@ -122,9 +122,7 @@ def sweep(
 class _Simulation:
     """One run: an index, and the model's four steps per request."""
 
-    def __init__(
-        self, workload: Workload, policy: str | EvictionPolicy, capacity: int | None, partial: bool
-    ) -> None:
+    def __init__(self, workload: Workload, policy: str | EvictionPolicy, capacity: int | None, partial: bool) -> None:
         self.counts = HitCounts()
         self._workload = workload
         self._has_tokens = isinstance(workload, TokenTrace)

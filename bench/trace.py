@@ -123,9 +123,7 @@ class Trace:
     @cached_property
     def ideal_block_hit_ratio(self) -> float:
         """Block hits over block accesses with unlimited room."""
-        return (
-            (self.block_accesses - self.unique_blocks) / self.block_accesses if self.block_accesses else 0.0
-        )
+        return (self.block_accesses - self.unique_blocks) / self.block_accesses if self.block_accesses else 0.0
 
     @cached_property
     def ideal_token_hit_ratio(self) -> float:

@@ -82,16 +82,16 @@ class DaemonConfig:
             raise ConfigError(f"the socket path {path!r} has a zero byte: choose another --socket")
         if len(os.fsencode(path)) > UNIX_PATH_BYTES_MAX:
             raise ConfigError(
-                f"the socket path {path!r} is longer than the {UNIX_PATH_BYTES_MAX} bytes Linux allows: choose a shorter --socket"
+                f"the socket path {path!r} is longer than the {UNIX_PATH_BYTES_MAX} bytes Linux allows: "
+                f"choose a shorter --socket"
             )
         if self.dram_bytes < MIB:
-            raise ConfigError(
-                f"a DRAM tier of {self.dram_bytes} bytes is too small: give --dram at least 1MiB"
-            )
+            raise ConfigError(f"a DRAM tier of {self.dram_bytes} bytes is too small: give --dram at least 1MiB")
         physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if self.dram_bytes > physical_bytes:
             raise ConfigError(
-                f"a DRAM tier of {format_size(self.dram_bytes)} does not fit this machine's {format_size(physical_bytes)}: lower --dram"
+                f"a DRAM tier of {format_size(self.dram_bytes)} "
+                f"does not fit this machine's {format_size(physical_bytes)}: lower --dram"
             )
         if self.region_bytes and not MIB <= self.region_bytes <= 4 * GIB:
             raise ConfigError(
@@ -104,9 +104,7 @@ class DaemonConfig:
             if not 0.01 <= value <= 86400:
                 raise ConfigError(f"{name} is {value!r}; it must be from 0.01 to 86400 seconds")
         if self.lease_s_default > self.lease_s_max:
-            raise ConfigError(
-                f"lease_s_default {self.lease_s_default} is above lease_s_max {self.lease_s_max}"
-            )
+            raise ConfigError(f"lease_s_default {self.lease_s_default} is above lease_s_max {self.lease_s_max}")
         if not 0 <= self.poll_us <= 10_000:
             raise ConfigError(f"poll_us is {self.poll_us!r}; it must be from 0 (never) to 10000 microseconds")
         if not 1 <= self.max_clients <= 65536:

@@ -31,9 +31,7 @@ def token_array(tokens: Any) -> NDArray[np.uint32]:
     if array.dtype != TOKEN:
         low, high = int(array.min()), int(array.max())
         if low < 0 or high >= 1 << 32:
-            raise BadInputError(
-                f"token id {low if low < 0 else high} is out of range; ids are 0 to {(1 << 32) - 1}"
-            )
+            raise BadInputError(f"token id {low if low < 0 else high} is out of range; ids are 0 to {(1 << 32) - 1}")
     return np.ascontiguousarray(array, TOKEN)
 
 
@@ -52,9 +50,7 @@ def hash_array(hashes: Any, hash_bytes: int) -> NDArray[np.uint8]:
             raise BadInputError(f"a hash has {len(wrong)} bytes; this namespace has hash_bytes {hash_bytes}")
         return np.frombuffer(b"".join(items), np.uint8).reshape(-1, hash_bytes)
     if hashes.dtype != np.uint8 or hashes.ndim != 2 or hashes.shape[1] != hash_bytes:
-        raise BadInputError(
-            f"hashes are {hashes.dtype} of shape {hashes.shape}; give uint8 of shape [n, {hash_bytes}]"
-        )
+        raise BadInputError(f"hashes are {hashes.dtype} of shape {hashes.shape}; give uint8 of shape [n, {hash_bytes}]")
     return np.ascontiguousarray(hashes)
 
 

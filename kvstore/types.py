@@ -128,9 +128,7 @@ class KVSpec:
             object.__setattr__(self, "page_tokens", self.block_tokens)
         _positive("page_tokens", self.page_tokens, self.block_tokens)
         if self.block_tokens % self.tokens_per_page:
-            raise BadInputError(
-                f"page_tokens is {self.page_tokens}; it must divide block_tokens {self.block_tokens}"
-            )
+            raise BadInputError(f"page_tokens is {self.page_tokens}; it must divide block_tokens {self.block_tokens}")
         if not isinstance(self.groups, tuple | list) or not all(isinstance(g, KVGroup) for g in self.groups):
             raise BadInputError(f"groups is {self.groups!r:.80}; it must be a tuple of KVGroup")
         object.__setattr__(self, "groups", tuple(self.groups))
@@ -173,9 +171,7 @@ class Shard:
         for axis, rank, size in (("tp", self.tp_rank, self.tp_size), ("pp", self.pp_rank, self.pp_size)):
             _positive(f"{axis}_size", size, 1 << 16)
             if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < size:
-                raise BadInputError(
-                    f"{axis}_rank is {rank!r}; with {axis}_size {size} it must be in 0..{size - 1}"
-                )
+                raise BadInputError(f"{axis}_rank is {rank!r}; with {axis}_size {size} it must be in 0..{size - 1}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,9 +307,7 @@ def _checked(kind: Any, plain: Mapping[str, Any]) -> Mapping[str, Any]:
     known = {f.name for f in fields(kind)}
     unknown = [name for name in plain if name not in known]
     if unknown:
-        raise BadInputError(
-            f"{kind.__name__} has no field {unknown[0]!r}; known are {', '.join(sorted(known))}"
-        )
+        raise BadInputError(f"{kind.__name__} has no field {unknown[0]!r}; known are {', '.join(sorted(known))}")
     no_default = [f.name for f in fields(kind) if f.default is f.default_factory and f.name not in plain]
     if no_default:
         raise BadInputError(f"{kind.__name__} lacks the field {no_default[0]!r}")

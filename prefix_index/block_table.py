@@ -12,7 +12,7 @@ from kvstore.errors import BadInputError
 from kvstore.types import KEY_BYTES
 
 Ids = NDArray[np.uint32]
-At = NDArray[np.uint32] | NDArray[np.intp]
+At = NDArray[np.integer[Any]]
 """Block ids to look up fields with. As intp each look-up is about three times faster: convert once."""
 
 NO_PARENT = 0xFFFFFFFF
@@ -26,9 +26,7 @@ GROUPS_PER_TIER = 16
 def residency_bit(tier: int, group: int = 0) -> int:
     """The bit of ``residency`` that says: this group of the block lies in this tier (0 is DRAM)."""
     if not (0 <= tier < TIERS and 0 <= group < GROUPS_PER_TIER):
-        raise BadInputError(
-            f"tier {tier}, group {group}: there are {TIERS} tiers of {GROUPS_PER_TIER} groups"
-        )
+        raise BadInputError(f"tier {tier}, group {group}: there are {TIERS} tiers of {GROUPS_PER_TIER} groups")
     return 1 << (tier * GROUPS_PER_TIER + group)
 
 

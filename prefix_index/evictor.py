@@ -96,9 +96,7 @@ class Evictor:
         table = self._table
         if not self._chunk:
             self._load()
-        least = min(
-            self._heap[0][0] if self._heap else math.inf, self._chunk[-1][0] if self._chunk else math.inf
-        )
+        least = min(self._heap[0][0] if self._heap else math.inf, self._chunk[-1][0] if self._chunk else math.inf)
         ranks = table.rank[ids]
         stays = (ranks >= least) | (ranks > self._bound) | (table.refs[ids] != 0)
         stays[0] = False

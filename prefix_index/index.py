@@ -102,7 +102,7 @@ class PrefixIndex:
         n_tokens = stop.n_rows * path.block_tokens + partial_tokens
         return Match(as_ids(stop.ids), partial_id, partial_tokens, n_tokens)
 
-    def touch(self, ids: Ids, now_s: float, category: int = 0) -> None:
+    def touch(self, ids: At, now_s: float, category: int = 0) -> None:
         """One access of blocks of one path, given from its head; the head counts as more recent."""
         if len(ids):
             at = ids.astype(np.intp, copy=False)
@@ -136,15 +136,11 @@ class PrefixIndex:
         root = self._tree.find_root(root_key, path)
         if root is None:
             if first_row:
-                raise MissingParent(
-                    f"row {first_row} of a path of which nothing is stored: insert row 0 first"
-                )
+                raise MissingParent(f"row {first_row} of a path of which nothing is stored: insert row 0 first")
             root = self._tree.make_root(root_key, path)
         stop = self._tree.walk(root, path, end)
         if stop.n_rows < first_row:
-            raise MissingParent(
-                f"row {first_row} of a path stored up to row {stop.n_rows}: insert the rows between"
-            )
+            raise MissingParent(f"row {first_row} of a path stored up to row {stop.n_rows}: insert the rows between")
         old = as_ids(stop.ids)
         new = self._add(root_key, path, stop, end, slots[stop.n_rows - first_row :])
         if len(new):
@@ -156,11 +152,11 @@ class PrefixIndex:
         is_new[len(is_new) - len(new) :] = True
         return Inserted(np.concatenate((old[first_row:], new)), is_new)
 
-    def pin(self, ids: Ids) -> None:
+    def pin(self, ids: At) -> None:
         """Keep these blocks (distinct ids) from eviction until as many ``unpin``."""
         self.table.refs[ids.astype(np.intp, copy=False)] += 1
 
-    def unpin(self, ids: Ids) -> None:
+    def unpin(self, ids: At) -> None:
         """Undo one ``pin`` of these blocks (distinct ids). Raises IntegrityError if one isn't pinned."""
         at = ids.astype(np.intp, copy=False)
         refs = self.table.refs[at]
@@ -229,7 +225,7 @@ class PrefixIndex:
         """The bytes of these blocks lie in other slots now."""
         self.table.slot[ids] = slots
 
-    def slots(self, ids: Ids) -> NDArray[np.int64]:
+    def slots(self, ids: At) -> NDArray[np.int64]:
         """Where the bytes of these blocks lie; a copy."""
         return self.table.slot[ids.astype(np.intp, copy=False)]
 

@@ -40,9 +40,7 @@ def _require(holds: bool, invariant: str, where: object = "") -> None:
 
 def is_special(node: Node, root: RootNode) -> bool:
     """Whether extra keys cover the node's row, by the length of its head."""
-    return (
-        root.unit_bytes != root.row_bytes and len(node.head) % TOKEN_BYTES == EXTRA_SUFFIX_BYTES % TOKEN_BYTES
-    )
+    return root.unit_bytes != root.row_bytes and len(node.head) % TOKEN_BYTES == EXTRA_SUFFIX_BYTES % TOKEN_BYTES
 
 
 def _row_and_digest(node: Node, root: RootNode, i: int) -> tuple[bytes, bytes]:
@@ -56,9 +54,7 @@ def _row_and_digest(node: Node, root: RootNode, i: int) -> tuple[bytes, bytes]:
 
 def _check_edge(node: Node, root: RootNode) -> None:
     _require(len(node.ids) > 0, "no edge is empty")
-    _require(
-        len(node.rest) == (len(node.ids) - 1) * root.row_bytes, "an edge has one id per row", node.ids[0]
-    )
+    _require(len(node.rest) == (len(node.ids) - 1) * root.row_bytes, "an edge has one id per row", node.ids[0])
     row, _ = _row_and_digest(node, root, 0)
     _require(0 < len(row) <= root.row_bytes, "a row is at most one block long", node.ids[0])
     if len(row) < root.row_bytes:
@@ -85,9 +81,7 @@ def _check_blocks(node: Node, root: RootNode, table: BlockTable) -> None:
         )
         before = root.root_key if parent == NO_PARENT else table.key[parent].tobytes()
         row, digest = _row_and_digest(node, root, i)
-        _require(
-            table.key[block].tobytes() == block_key(before, row, digest), "block keys are chained", block
-        )
+        _require(table.key[block].tobytes() == block_key(before, row, digest), "block keys are chained", block)
         parent = block
 
 

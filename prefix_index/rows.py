@@ -88,17 +88,13 @@ class RowPath:
         BadInputError for another shape, type or length.
         """
         if not isinstance(hash_bytes, int) or not 0 < hash_bytes <= _MAX_HASH_BYTES:
-            raise BadInputError(
-                f"hash_bytes is {hash_bytes!r}; it must be a whole number from 1 to {_MAX_HASH_BYTES}"
-            )
+            raise BadInputError(f"hash_bytes is {hash_bytes!r}; it must be a whole number from 1 to {_MAX_HASH_BYTES}")
         if isinstance(data, np.ndarray):
             view = _flat(hash_array(data, hash_bytes))
         else:
             view = _flat_buffer(data, "hashes")
         if view.nbytes % hash_bytes:
-            raise BadInputError(
-                f"hashes are {view.nbytes} bytes; that is no multiple of hash_bytes {hash_bytes}"
-            )
+            raise BadInputError(f"hashes are {view.nbytes} bytes; that is no multiple of hash_bytes {hash_bytes}")
         return cls(view, hash_bytes, hash_bytes, block_tokens)
 
     def row(self, i: int) -> bytes:
@@ -183,9 +179,7 @@ def _flat_buffer(data: Any, what: str, formats: tuple[str, ...] = ("B", "b", "c"
         raise BadInputError(f"{what} are {type(data).__name__}; give bytes or a numpy array")
     view = memoryview(data)
     if view.format not in formats:
-        raise BadInputError(
-            f"{what} are a memoryview of format {view.format!r}; give one of {', '.join(formats)}"
-        )
+        raise BadInputError(f"{what} are a memoryview of format {view.format!r}; give one of {', '.join(formats)}")
     if not view.c_contiguous:
         raise BadInputError(f"{what} are a memoryview with gaps; give a contiguous one")
     return view.cast("B") if view.nbytes else memoryview(b"")

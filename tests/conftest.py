@@ -43,7 +43,7 @@ class DaemonThread:
         try:
             self.daemon = Daemon(self.config, self.clock)
             self.daemon.start()
-        except BaseException as error:  # noqa: BLE001 - handed to the test's thread
+        except BaseException as error:
             self._error = error
             return
         finally:

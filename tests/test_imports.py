@@ -12,8 +12,8 @@ PACKAGE = Path(kvstore.__file__).parent
 LEAVES = {"types", "errors", "config", "clock", "metrics", "tokens", "native", "version"}
 SIBLINGS = {"prefix_index", "tiers", "compression", "device", "plan"}
 ALLOWED: dict[str, set[str]] = {
-    **{leaf: LEAVES for leaf in LEAVES},
-    **{part: LEAVES for part in SIBLINGS},
+    **dict.fromkeys(LEAVES, LEAVES),
+    **dict.fromkeys(SIBLINGS, LEAVES),
     "wire": LEAVES,
     "lease": LEAVES | {"prefix_index"},
     "store": LEAVES | SIBLINGS | {"lease"},
@@ -30,8 +30,10 @@ def modules() -> list[tuple[str, Path]]:
     found = []
     for folder in [PACKAGE, *sorted(path for path in PACKAGE.iterdir() if path.is_dir())]:
         pattern = "*.py" if folder == PACKAGE else "**/*.py"
-        for path in sorted(folder.glob(pattern)):
-            found.append((path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."), path))
+        found += [
+            (path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."), path)
+            for path in sorted(folder.glob(pattern))
+        ]
     return found
 
 
@@ -45,8 +47,7 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} uses a relative import"
             names = [
-                f"{node.module}.{alias.name}" if node.module == "kvstore" else str(node.module)
-                for alias in node.names
+                f"{node.module}.{alias.name}" if node.module == "kvstore" else str(node.module) for alias in node.names
             ]
         parts |= {name.split(".")[1] for name in names if name.startswith("kvstore.") and "__" not in name}
     return parts
@@ -61,8 +62,7 @@ def test_imports_go_downward_only() -> None:
             continue
         seen.add(part)
         assert part in ALLOWED, f"{name}: say in ALLOWED where this part stands"
-        for target in sorted(imports_of(path) - {part} - ALLOWED[part]):
-            wrong.append(f"{name} imports {target}")
+        wrong += [f"{name} imports {target}" for target in sorted(imports_of(path) - {part} - ALLOWED[part])]
     assert not wrong, "; ".join(wrong)
     assert {"prefix_index", "tiers", "store", "server", "client", "bench", "cli"} <= seen
 

@@ -40,9 +40,7 @@ class RegionBook:
             raise IntegrityError(f"region {region_id} is not in the tier (retired, or never made)")
         return region
 
-    def make(
-        self, writer: int, tenant: str, slot_bytes: int, wanted_bytes: int, exact: bool
-    ) -> Region | None:
+    def make(self, writer: int, tenant: str, slot_bytes: int, wanted_bytes: int, exact: bool) -> Region | None:
         """A new region of a class, all slots free; None when the budget has no room for a slot."""
         region = self._source.obtain(wanted_bytes, slot_bytes, exact)
         if region is None:
@@ -150,9 +148,7 @@ class RegionBook:
         if out_bytes != facts.out_bytes:
             raise IntegrityError(f"regions have {out_bytes} bytes but {facts.out_bytes} are counted")
         if out_bytes + facts.raw_bytes > self._source.capacity_bytes:
-            raise IntegrityError(
-                f"{out_bytes} + {facts.raw_bytes} raw bytes exceed {self._source.capacity_bytes}"
-            )
+            raise IntegrityError(f"{out_bytes} + {facts.raw_bytes} raw bytes exceed {self._source.capacity_bytes}")
         if sorted(self.regions) != self._table.ids.tolist():
             raise IntegrityError("the slot table has other regions than the tier")
         listed = sorted(region_id for ids in self._classes.values() for region_id in ids)
@@ -161,9 +157,7 @@ class RegionBook:
         for region in self.regions.values():
             region.check()
             if region.id not in self._classes.get((region.writer, region.tenant, region.slot_bytes), ()):
-                raise IntegrityError(
-                    f"region {region.id} is in the class of another writer, tenant or slot size"
-                )
+                raise IntegrityError(f"region {region.id} is in the class of another writer, tenant or slot size")
         if any(not retired.mappers for retired in self._retired.values()):
             raise IntegrityError("a retired region that nobody maps still counts")
 

@@ -98,9 +98,7 @@ class DramTier:
         Mutates; makes no copy and evicts nothing. Raises BadInputError for an impossible size.
         """
         if slot_bytes < PAGE_BYTES or slot_bytes % PAGE_BYTES:
-            raise BadInputError(
-                f"slot_bytes is {slot_bytes}; it must be a multiple of {PAGE_BYTES}: see slot_bytes()"
-            )
+            raise BadInputError(f"slot_bytes is {slot_bytes}; it must be a multiple of {PAGE_BYTES}: see slot_bytes()")
         if n < 0:
             raise BadInputError(f"n is {n}; it must be 0 or more slots")
         slots = self._open_slots(writer, tenant, slot_bytes, n)
@@ -322,8 +320,7 @@ class DramTier:
             "orphan_regions": sum(region.writer is None for region in regions),
             "retired_mapped_bytes": retired_bytes,
             "raw_bytes": facts.raw_bytes,
-            "prefaulted_bytes": facts.raw_prefaulted_bytes
-            + sum(region.populated_bytes for region in regions),
+            "prefaulted_bytes": facts.raw_prefaulted_bytes + sum(region.populated_bytes for region in regions),
             "huge_pages": not self._huge_pages_note,
             "huge_pages_note": self._huge_pages_note,
             "memory_failure": facts.failure,
@@ -355,10 +352,7 @@ class DramTier:
 
     def _new_region(self, writer: int, tenant: str, slot_bytes: int, missing: int) -> Region | None:
         """A first region of a class is small, so that many small writers share the tier."""
-        small = (
-            not self._book.has_class(writer, tenant, slot_bytes)
-            and missing * slot_bytes <= self.starter_bytes
-        )
+        small = not self._book.has_class(writer, tenant, slot_bytes) and missing * slot_bytes <= self.starter_bytes
         size_bytes = self.starter_bytes if small else self.region_bytes
         whole_bytes = max(size_bytes // slot_bytes, 1) * slot_bytes
         return self._book.make(writer, tenant, slot_bytes, whole_bytes, exact=False)

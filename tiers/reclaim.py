@@ -122,20 +122,14 @@ class Reclaimer:
 
     def _must_be_current(self, reclaim: Reclaim) -> None:
         if reclaim is not self._current:
-            raise IntegrityError(
-                f"the reclaim of region {reclaim.source_region_id} is not under way (any more)"
-            )
+            raise IntegrityError(f"the reclaim of region {reclaim.source_region_id} is not under way (any more)")
 
     def _sources(self, writer: int, tenant: str, slot_bytes: int) -> list[Region]:
         """Regions that the asker can't use, with live slots and no others in use, least live part first."""
         table = self._table
         in_flux = table.counts[SlotState.RESERVED] + table.counts[SlotState.QUARANTINED]
         live = table.counts[SlotState.LIVE]
-        fits = (
-            (in_flux == 0)
-            & (live > 0)
-            & ~np.isin(table.ids, self._book.usable_ids(writer, tenant, slot_bytes))
-        )
+        fits = (in_flux == 0) & (live > 0) & ~np.isin(table.ids, self._book.usable_ids(writer, tenant, slot_bytes))
         rows = np.flatnonzero(fits)
         rows = rows[np.argsort(live[rows] / table.n_slots[rows], kind="stable")][:MOST_SOURCES]
         return [self._book.regions[region_id] for region_id in table.ids[rows].tolist()]
@@ -160,9 +154,7 @@ class Reclaimer:
 
     def _holders(self, source: Region) -> list[Region]:
         """Regions with free slots where copies of the source's blocks may lie, best first."""
-        ids = self._table.ids[
-            (self._table.counts[SlotState.FREE] > 0) & (self._table.slot_bytes == source.slot_bytes)
-        ]
+        ids = self._table.ids[(self._table.counts[SlotState.FREE] > 0) & (self._table.slot_bytes == source.slot_bytes)]
         regions = [self._book.regions[region_id] for region_id in ids.tolist()]
         fit = [region for region in regions if _can_hold(region, source)]
         # Room without a living writer first: nobody else can use it. Then the fullest, so that others empty.

@@ -105,13 +105,9 @@ class Region:
     def check(self) -> None:
         """Raises IntegrityError when the descriptor contradicts this object."""
         if os.fstat(self.fd).st_size != self.size_bytes:
-            raise IntegrityError(
-                f"region {self.id} has {os.fstat(self.fd).st_size} bytes, not {self.size_bytes}"
-            )
+            raise IntegrityError(f"region {self.id} has {os.fstat(self.fd).st_size} bytes, not {self.size_bytes}")
         if memfd.is_read_only(self.fd) != self.sealed:
-            raise IntegrityError(
-                f"region {self.id}: the kernel's seals are not what sealed={self.sealed} says"
-            )
+            raise IntegrityError(f"region {self.id}: the kernel's seals are not what sealed={self.sealed} says")
         others = self.mappers - {self.writer}
         if not self.sealed and others:
             raise IntegrityError(f"region {self.id} is not sealed but clients {sorted(others)} map it")

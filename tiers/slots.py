@@ -175,9 +175,7 @@ class SlotTable:
         n_slots = self.n_slots[rows]
         spans = zip(self.bases[rows].tolist(), n_slots.tolist(), strict=True)
         # All regions laid end to end: a region at a time costs several times as much.
-        free = np.flatnonzero(np.concatenate([self.states[base : base + n] for base, n in spans]) == _FREE)[
-            :most
-        ]
+        free = np.flatnonzero(np.concatenate([self.states[base : base + n] for base, n in spans]) == _FREE)[:most]
         ends = np.cumsum(n_slots)
         which = np.searchsorted(ends, free, side="right")
         return (region_ids[which] << SLOT_BITS) + free - (ends - n_slots)[which]
@@ -193,9 +191,7 @@ class SlotTable:
         if not fits.all():
             at = int(np.flatnonzero(~fits)[0])
             wanted = " or ".join(SlotState(state).name.lower() for state in np.flatnonzero(allowed).tolist())
-            raise IntegrityError(
-                f"slot {int(slots[at])} is {SlotState(states[at]).name.lower()}, not {wanted}"
-            )
+            raise IntegrityError(f"slot {int(slots[at])} is {SlotState(states[at]).name.lower()}, not {wanted}")
         self._must_differ(slots, found.places)
         counts, n_rows = self.counts.reshape(-1), len(self.ids)
         np.subtract.at(counts, states * n_rows + found.rows, 1)
@@ -259,9 +255,7 @@ class SlotTable:
             states = self.states[part]
             counts = np.bincount(states, minlength=len(SlotState))
             if not np.array_equal(counts, self.counts[:, row]):
-                raise IntegrityError(
-                    f"region {region_id} counts {self.counts[:, row]} but its slots are {counts}"
-                )
+                raise IntegrityError(f"region {region_id} counts {self.counts[:, row]} but its slots are {counts}")
             if (self.tags[part][states != SlotState.LIVE] != NO_TAG).any():
                 raise IntegrityError(f"region {region_id} has a tag on a slot that is not live")
             taken += int(self.n_slots[row])

@@ -36,9 +36,7 @@ class RegionSource:
         self.capacity_bytes = capacity_bytes
         self._region_bytes = region_bytes
         self._starter_bytes = starter_bytes
-        self._n_starters = (
-            STARTERS if capacity_bytes >= 16 * starter_bytes and starter_bytes < region_bytes else 0
-        )
+        self._n_starters = STARTERS if capacity_bytes >= 16 * starter_bytes and starter_bytes < region_bytes else 0
         self._changed = threading.Condition()
         # All below belongs to the lock.
         self._out_bytes = 0

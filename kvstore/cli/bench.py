@@ -50,9 +50,7 @@ def bandwidth(pairs: int, dram_bytes: int, block_sizes: str, output: Path | None
     sizes = tuple(SIZE.convert(size, None, None) for size in block_sizes.split(","))
     options = BandwidthOptions(pairs=pairs, dram_bytes=dram_bytes, block_sizes=sizes)
     with own_daemon(["--dram", str(dram_bytes)]) as socket_path:
-        report = run_bandwidth(
-            options, str(socket_path), step=lambda what: click.echo(f"measuring {what}", err=True)
-        )
+        report = run_bandwidth(options, str(socket_path), step=lambda what: click.echo(f"measuring {what}", err=True))
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=2))
     else:

@@ -19,15 +19,11 @@ REQUESTS = 200
 
 @click.command()
 @socket_option
-@click.option(
-    "--dram", "dram_bytes", type=SIZE, default="1GiB", show_default=True, help="Capacity of the DRAM tier."
-)
+@click.option("--dram", "dram_bytes", type=SIZE, default="1GiB", show_default=True, help="Capacity of the DRAM tier.")
 @click.option("--once", is_flag=True, help="Stop after the replay instead of serving on.")
 def demo(socket_path: Path, dram_bytes: int, once: bool) -> None:
     """Start a daemon, replay generated conversations through it, then serve until Ctrl-C."""
-    options = ReplayOptions(
-        conversations=ConversationOptions(), limit=REQUESTS, capacity_blocks=dram_bytes >> 16
-    )
+    options = ReplayOptions(conversations=ConversationOptions(), limit=REQUESTS, capacity_blocks=dram_bytes >> 16)
     workload = options.load()
     with own_daemon(["--dram", str(dram_bytes)], socket_path):
         with progress_bar("replaying conversations", workload.n_requests) as progress:

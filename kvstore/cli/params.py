@@ -11,7 +11,7 @@ from kvstore.config import default_socket_path, parse_size
 from kvstore.errors import ConfigError
 
 
-class SizeType(click.ParamType):
+class SizeType(click.ParamType[int]):
     """A size such as 64KiB; gives bytes."""
 
     name = "size"

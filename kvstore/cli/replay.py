@@ -26,27 +26,19 @@ from kvstore.prefix_index.policy import POLICIES
 @click.option(
     "--policy", type=click.Choice(sorted(POLICIES)), default="lru", show_default=True, help="Eviction policy."
 )
-@click.option(
-    "--capacity-percent", type=float, help="Capacity in % of the trace's unique blocks.  [default: 5]"
-)
+@click.option("--capacity-percent", type=float, help="Capacity in % of the trace's unique blocks.  [default: 5]")
 @click.option("--capacity-blocks", type=int, help="Capacity in blocks.")
 @click.option("--block-bytes", type=SIZE, default="64KiB", show_default=True, help="Bytes of KV per block.")
-@click.option(
-    "--block-tokens", type=int, help="Tokens per block.  [default: as the trace has it; 512 generated]"
-)
+@click.option("--block-tokens", type=int, help="Tokens per block.  [default: as the trace has it; 512 generated]")
 @click.option("--clients", type=int, default=1, show_default=True, help="Concurrent client processes.")
 @click.option("--limit", type=int, help="Only the first N requests.")
-@click.option(
-    "--seed", type=int, default=0, show_default=True, help="Seed of generated requests and of block bytes."
-)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of generated requests and of block bytes.")
 @click.option(
     "--connect",
     type=click.Path(path_type=Path),
     help="Use the daemon at this socket instead of starting one.",
 )
-@click.option(
-    "--no-picture", is_flag=True, help="Draw no picture (its curve is simulated at seven capacities)."
-)
+@click.option("--no-picture", is_flag=True, help="Draw no picture (its curve is simulated at seven capacities).")
 @output_option
 @json_option
 def replay_command(
@@ -66,9 +58,7 @@ def replay_command(
     with what it must be. Exit code 3 if any differs.
     """
     conversations = ConversationOptions(seed=seed, **({"block_tokens": block_tokens} if block_tokens else {}))
-    options = ReplayOptions(
-        trace=trace, conversations=conversations, seed=seed, block_tokens=block_tokens, **rest
-    )
+    options = ReplayOptions(trace=trace, conversations=conversations, seed=seed, block_tokens=block_tokens, **rest)
     workload = options.load()
     if simulate:
         report = simulated(workload, options)

@@ -27,9 +27,7 @@ from kvstore.server.polling import new_loop
 
 @click.command()
 @socket_option
-@click.option(
-    "--dram", "dram_bytes", type=SIZE, default="1GiB", show_default=True, help="Capacity of the DRAM tier."
-)
+@click.option("--dram", "dram_bytes", type=SIZE, default="1GiB", show_default=True, help="Capacity of the DRAM tier.")
 @click.option(
     "--region-bytes",
     type=SIZE,
@@ -37,9 +35,7 @@ from kvstore.server.polling import new_loop
     show_default="fits the tier",
     help="Size of a shared memory region.",
 )
-@click.option(
-    "--prefault/--no-prefault", default=True, show_default=True, help="Fill the tier's pages ahead of use."
-)
+@click.option("--prefault/--no-prefault", default=True, show_default=True, help="Fill the tier's pages ahead of use.")
 @click.option(
     "--policy", type=click.Choice(sorted(POLICIES)), default="lru", show_default=True, help="Eviction policy."
 )
@@ -82,16 +78,12 @@ from kvstore.server.polling import new_loop
     show_default=True,
     help="Stay awake so many microseconds between the requests of a burst; 0 = sleep at once.",
 )
-@click.option(
-    "--ready-fd", type=int, hidden=True, help="Write a line to this descriptor when clients are accepted."
-)
+@click.option("--ready-fd", type=int, hidden=True, help="Write a line to this descriptor when clients are accepted.")
 @click.option("--until-stdin-closes", is_flag=True, hidden=True, help="Stop when standard input is closed.")
 def serve(ready_fd: int | None, until_stdin_closes: bool, **settings: object) -> None:
     """Run the daemon until Ctrl-C or SIGTERM."""
     config = DaemonConfig(**settings)  # type: ignore[arg-type]
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     with asyncio.Runner(loop_factory=lambda: new_loop(config)) as runner:
         runner.run(_serve(config, ready_fd, until_stdin_closes))
 

@@ -6,6 +6,7 @@ calls on the path of a request (match, lease, get_into, put). Wrong arguments al
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -92,11 +93,9 @@ class Client:
             raise BadInputError(f"timeout_s is {timeout_s!r}; it must be a positive number of seconds")
         path = Path(socket_path) if socket_path is not None else default_socket_path()
         self.tenant = tenant
-        self._session = Session(
-            path, tenant, name or Path(sys.argv[0] or "python").name, timeout_s, required=required
-        )
+        self._session = Session(path, tenant, name or Path(sys.argv[0] or "python").name, timeout_s, required=required)
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -125,14 +124,10 @@ class Client:
         unreachable the namespace is opened with the first call that reaches it.
         """
         if namespace.tenant != self.tenant:
-            raise BadInputError(
-                f"the namespace belongs to tenant {namespace.tenant!r}, this client to {self.tenant!r}"
-            )
+            raise BadInputError(f"the namespace belongs to tenant {namespace.tenant!r}, this client to {self.tenant!r}")
         handle = NamespaceHandle(self._session, namespace, name)
-        try:
+        with contextlib.suppress(UnavailableError):
             handle.namespace_id()
-        except UnavailableError:
-            pass
         return handle
 
     def attach(self, lease_id: int, block_bytes: int) -> Lease:
@@ -141,14 +136,12 @@ class Client:
         Both must release; the blocks stay until both have.
         """
         with self._session.exclusive():
-            reply = self._session.call(Method.ATTACH_LEASE, pb.AttachLeaseRequest(lease_id=lease_id))
-            assert isinstance(reply, pb.LeaseReply)
+            reply = self._session.call(Method.ATTACH_LEASE, pb.AttachLeaseRequest(lease_id=lease_id), pb.LeaseReply)
             return Lease(self._session, reply, block_bytes, _attached_first_block(reply))
 
     def stats(self) -> dict[str, float | str]:
         """Counters and gauges of the daemon by name. Raises UnavailableError if it can't be asked."""
-        reply = self._session.call(Method.STATS, pb.StatsRequest())
-        assert isinstance(reply, pb.StatsReply)
+        reply = self._session.call(Method.STATS, pb.StatsRequest(), pb.StatsReply)
         return {**reply.numbers, **reply.texts}
 
     def close(self) -> None:
@@ -175,28 +168,22 @@ class NamespaceHandle:
         """The daemon's id for this namespace, asked for once per daemon process. May raise what ``open`` raises."""
         epoch, namespace_id = self._opened
         if epoch != self._session.epoch or not namespace_id:
-            request = pb.OpenNamespaceRequest(
-                description_json=json.dumps(self.namespace.to_dict()), name=self._name
-            )
+            request = pb.OpenNamespaceRequest(description_json=json.dumps(self.namespace.to_dict()), name=self._name)
             with self._session.exclusive():
-                reply = self._session.call(Method.OPEN_NAMESPACE, request)
-                assert isinstance(reply, pb.OpenNamespaceReply)
+                reply = self._session.call(Method.OPEN_NAMESPACE, request, pb.OpenNamespaceReply)
                 namespace_id = reply.namespace_id
                 self._opened = (self._session.epoch, namespace_id)
         return namespace_id
 
-    def match(
-        self, tokens: ArrayLike, *, root: Root = DEFAULT_ROOT, extras: Sequence[ExtraKey] = ()
-    ) -> Match:
+    def match(self, tokens: ArrayLike, *, root: Root = DEFAULT_ROOT, extras: Sequence[ExtraKey] = ()) -> Match:
         """How much of a prompt is stored. Holds nothing: it may be gone a moment later."""
         request = pb.MatchRequest()
         self._fill(request.prompt, tokens, root, extras)
         try:
             request.prompt.namespace_id = self.namespace_id()
-            reply = self._session.call(Method.MATCH, request)
+            reply = self._session.call(Method.MATCH, request, pb.MatchReply)
         except (UnavailableError, EndedError) as error:
             return Match(0, 0, 0, str(error))
-        assert isinstance(reply, pb.MatchReply)
         return Match(reply.n_blocks, reply.n_tokens, reply.partial_tokens)
 
     def lease(
@@ -227,8 +214,7 @@ class NamespaceHandle:
         try:
             request.prompt.namespace_id = self.namespace_id()
             with self._session.exclusive():
-                reply = self._session.call(Method.LEASE, request)
-                assert isinstance(reply, pb.LeaseReply)
+                reply = self._session.call(Method.LEASE, request, pb.LeaseReply)
                 try:
                     return Lease(self._session, reply, self.block_bytes, first_block)
                 except (UnavailableError, ProtocolError):
@@ -292,14 +278,11 @@ class NamespaceHandle:
         try:
             request.prompt.namespace_id = self.namespace_id()
             with self._session.exclusive():
-                reply = self._session.call(Method.RESERVE, request)
-                assert isinstance(reply, pb.ReserveReply)
+                reply = self._session.call(Method.RESERVE, request, pb.ReserveReply)
                 try:
                     return WriteReservation(self._session, reply, self.block_bytes, n_blocks)
                 except (UnavailableError, ProtocolError):
-                    self._session.acknowledge(
-                        Method.ABORT, pb.AbortRequest(reservation_id=reply.reservation_id)
-                    )
+                    self._session.acknowledge(Method.ABORT, pb.AbortRequest(reservation_id=reply.reservation_id))
                     raise
         except (UnavailableError, EndedError, ProtocolError) as error:
             return WriteReservation(
@@ -352,14 +335,12 @@ class NamespaceHandle:
         request = pb.PinRequest(ttl_s=ttl_s or 0.0)
         self._fill(request.prompt, tokens, root, extras)
         request.prompt.namespace_id = self.namespace_id()
-        reply = self._session.call(Method.PIN, request)
-        assert isinstance(reply, pb.PinReply)
+        reply = self._session.call(Method.PIN, request, pb.PinReply)
         return Pinned(reply.pin_id, reply.n_blocks, reply.ttl_s)
 
     def unpin(self, pinned: Pinned) -> bool:
         """Let go of a pin; False if it had ended already. Raises UnavailableError."""
-        reply = self._session.call(Method.UNPIN, pb.UnpinRequest(pin_id=pinned.id))
-        assert isinstance(reply, pb.UnpinReply)
+        reply = self._session.call(Method.UNPIN, pb.UnpinRequest(pin_id=pinned.id), pb.UnpinReply)
         return reply.found
 
     def _fill(

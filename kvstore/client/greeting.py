@@ -65,9 +65,5 @@ def greet(path: Path, tenant: str, client_name: str, token: bytes, deadline_s: f
             os.close(fd)
 
 
-def _hello(
-    transport: Transport, hello: pb.HelloRequest, deadline_s: float, fds: list[int] | None
-) -> pb.HelloReply:
-    reply = transport.call(Method.HELLO, hello, deadline_s, fds)
-    assert isinstance(reply, pb.HelloReply)
-    return reply
+def _hello(transport: Transport, hello: pb.HelloRequest, deadline_s: float, fds: list[int] | None) -> pb.HelloReply:
+    return transport.call(Method.HELLO, hello, pb.HelloReply, deadline_s, fds)

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from kvstore import native
 from kvstore.client.session import Claimed, Session
 from kvstore.errors import BadInputError, EndedError, ProtocolError, UnavailableError
-from kvstore.native import Mapping
 from kvstore.types import SLOT_BITS
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
@@ -32,9 +31,7 @@ _NO_SLOTS = np.empty(0, np.int64)
 class Slots:
     """Where blocks lie in this process. Addresses are worked out when they are first asked for."""
 
-    def __init__(
-        self, session: Session, message: pb.Slots | None, block_bytes: int, *, writable: bool
-    ) -> None:
+    def __init__(self, session: Session, message: pb.Slots | None, block_bytes: int, *, writable: bool) -> None:
         """Maps regions that are not mapped yet. Call with the session's lock held."""
         self.block_bytes = block_bytes
         self._session = session
@@ -62,7 +59,7 @@ class Slots:
         mapping = self._mappings[int(self._ids[i]) >> SLOT_BITS]
         array = mapping.array()[start - mapping.address : start - mapping.address + self.block_bytes]
         # The writer of a region has it mapped writable; its own leases must still not be able to write.
-        return array if self._writable else np.frombuffer(memoryview(array).toreadonly(), np.uint8)
+        return array if self._writable else np.frombuffer(array.data.toreadonly(), np.uint8)
 
     def forget(self) -> None:
         """Let the mappings go; only arrays that are still alive keep them."""
@@ -79,18 +76,12 @@ class Slots:
     def _start_of(self, layout: pb.RegionLayout, index_max: int) -> tuple[int, int]:
         mapping = self._mappings.get(layout.id)
         if mapping is None or self.block_bytes > layout.slot_bytes:
-            raise ProtocolError(
-                f"region {layout.id} can't hold blocks of {self.block_bytes} bytes in this process"
-            )
+            raise ProtocolError(f"region {layout.id} can't hold blocks of {self.block_bytes} bytes in this process")
         if (index_max + 1) * layout.slot_bytes > mapping.length_bytes:
-            raise ProtocolError(
-                f"slot {index_max} lies outside region {layout.id} of {mapping.length_bytes} bytes"
-            )
+            raise ProtocolError(f"slot {index_max} lies outside region {layout.id} of {mapping.length_bytes} bytes")
         return mapping.address, layout.slot_bytes
 
-    def _by_region(
-        self, start_and_step: Callable[[pb.RegionLayout, int], tuple[int, int]]
-    ) -> NDArray[np.uint64]:
+    def _by_region(self, start_and_step: Callable[[pb.RegionLayout, int], tuple[int, int]]) -> NDArray[np.uint64]:
         """``start + index * step`` of every slot, by its region."""
         ids = self._ids
         if len(self._layouts) == 1:
@@ -106,14 +97,14 @@ class Slots:
         first_ids = np.array([layout.id << SLOT_BITS for layout in layouts], np.int64)
         rows = np.searchsorted(first_ids, ids, side="right") - 1
         indexes = ids - first_ids[rows]
-        high = np.zeros(len(layouts), np.int64)
-        np.maximum.at(high, rows, indexes)
-        if int(rows.min()) < 0 or int(high.max()) > _INDEX_MASK:
+        index_max = np.zeros(len(layouts), np.int64)
+        np.maximum.at(index_max, rows, indexes)
+        if int(rows.min()) < 0 or int(index_max.max()) > _INDEX_MASK:
             raise ProtocolError("a slot lies outside the regions that came with it")
-        table = np.array(
-            [start_and_step(*each) for each in zip(layouts, high.tolist(), strict=True)], np.int64
-        )
-        return (table[rows, 0] + indexes * table[rows, 1]).view(np.uint64)
+        pairs = [start_and_step(*each) for each in zip(layouts, index_max.tolist(), strict=True)]
+        starts, steps = np.array(pairs, np.int64).T
+        out: NDArray[np.uint64] = (starts[rows] + indexes * steps[rows]).view(np.uint64)
+        return out
 
 
 class Held(Claimed):
@@ -177,9 +168,7 @@ class Held(Claimed):
 
     def _must_be_usable(self) -> None:
         if not self.valid:
-            raise EndedError(
-                f"{type(self).__name__.lower()} {self.id} has ended: {self._ended or 'its time was up'}"
-            )
+            raise EndedError(f"{type(self).__name__.lower()} {self.id} has ended: {self._ended or 'its time was up'}")
 
 
 class Lease(Held):
@@ -206,7 +195,7 @@ class Lease(Held):
     def __bool__(self) -> bool:
         return bool(len(self))
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -234,9 +223,7 @@ class Lease(Held):
         n = min(max(self.n_blocks - self.first_block, 0), len(room), len(self))
         if n == 0 or not self.valid:
             return 0
-        native.copy_batch(
-            _addresses(room[:n]), self.slots.addresses[:n], self.slots.block_bytes, threads=threads
-        )
+        native.copy_batch(_addresses(room[:n]), self.slots.addresses[:n], self.slots.block_bytes, threads=threads)
         return n if self.valid and self.slots.unchanged() else 0
 
     def renew(self, ttl_s: float = 0.0) -> bool:
@@ -244,10 +231,9 @@ class Lease(Held):
         if not self.valid:
             return False
         try:
-            reply = self._session.call(Method.RENEW, pb.RenewRequest(lease_id=self.id, ttl_s=ttl_s))
+            reply = self._session.call(Method.RENEW, pb.RenewRequest(lease_id=self.id, ttl_s=ttl_s), pb.RenewReply)
         except (EndedError, UnavailableError):
             return False
-        assert isinstance(reply, pb.RenewReply)
         self._deadline_s = time.monotonic() + reply.ttl_s
         return True
 
@@ -277,7 +263,7 @@ class WriteReservation(Held):
         if reply.reservation_id:
             session.watch(False, reply.reservation_id, self)
 
-    def __enter__(self) -> WriteReservation:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -308,13 +294,14 @@ class WriteReservation(Held):
             return 0, 0
         self._let_go_now("it was committed")
         try:
-            reply = self._session.call(Method.COMMIT, pb.CommitRequest(reservation_id=self.id, n_blocks=n))
+            reply = self._session.call(
+                Method.COMMIT, pb.CommitRequest(reservation_id=self.id, n_blocks=n), pb.CommitReply
+            )
         except (EndedError, UnavailableError) as error:
             self.reason = str(error)
             # Whatever became of it: nothing is written any more.
             self._session.acknowledge(Method.ABORT, pb.AbortRequest(reservation_id=self.id))
             return 0, 0
-        assert isinstance(reply, pb.CommitReply)
         return reply.n_committed, reply.n_duplicate
 
     def abort(self) -> None:
@@ -331,13 +318,10 @@ def rows_of(array: NDArray[Any], block_bytes: int) -> Bytes:
     """A C-contiguous array as uint8 [n, block_bytes], without a copy."""
     if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
         raise BadInputError("blocks must be a C-contiguous numpy array [n, ...]; use numpy.ascontiguousarray")
-    if (
-        array.nbytes % block_bytes
-        or array.ndim == 0
-        or (len(array) and array.nbytes != len(array) * block_bytes)
-    ):
+    if array.nbytes % block_bytes or array.ndim == 0 or (len(array) and array.nbytes != len(array) * block_bytes):
         raise BadInputError(
-            f"an array of shape {array.shape} and {array.nbytes} bytes does not hold whole blocks of {block_bytes} bytes: "
+            f"an array of shape {array.shape} and {array.nbytes} bytes "
+            f"does not hold whole blocks of {block_bytes} bytes: "
             "its first dimension must count blocks"
         )
     return array.reshape(-1).view(np.uint8).reshape(-1, block_bytes)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kvstore.client.greeting import greet
 from kvstore.client.mapping import Regions
-from kvstore.client.transport import TimedOutError, Transport
+from kvstore.client.transport import ReplyT, TimedOutError, Transport
 from kvstore.errors import KVStoreError, ProtocolError, SessionEndedError, UnavailableError
 from kvstore.native import Mapping
 from kvstore.wire import kvstore_pb2 as pb
@@ -54,9 +54,7 @@ class Session:
     Construction connects and raises UnavailableError if that fails and ``required``.
     """
 
-    def __init__(
-        self, path: Path, tenant: str, client_name: str, timeout_s: float, *, required: bool
-    ) -> None:
+    def __init__(self, path: Path, tenant: str, client_name: str, timeout_s: float, *, required: bool) -> None:
         self.timeout_s = timeout_s
         self._path = path
         self._tenant = tenant
@@ -110,22 +108,27 @@ class Session:
             self._after_fork()
         return self._lock
 
-    def call(self, method: Method, request: Message, timeout_s: float | None = None) -> Message:
+    def call(self, method: Method, request: Message, kind: type[ReplyT], timeout_s: float | None = None) -> ReplyT:
         """One request and its reply. Raises what the daemon answers, or UnavailableError by the deadline."""
         deadline_s = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         with self.exclusive():
-            return self._call(method, request, deadline_s, None)
+            return self._call(method, request, kind, deadline_s, None)
 
     def _call(
-        self, method: Method, request: Message, deadline_s: float, descriptors: list[int] | None
-    ) -> Message:
+        self,
+        method: Method,
+        request: Message,
+        kind: type[ReplyT],
+        deadline_s: float,
+        descriptors: list[int] | None,
+    ) -> ReplyT:
         if self._closed:
             raise UnavailableError("the client is closed")
         calls = self._calls
         if calls is None or not self._healthy.is_set():
             raise UnavailableError(f"the daemon at {self._path} is down or does not answer")
         try:
-            reply = calls.call(method, request, deadline_s, descriptors)
+            reply = calls.call(method, request, kind, deadline_s, descriptors)
         except TimedOutError:
             self._suspect()
             raise
@@ -156,10 +159,10 @@ class Session:
             reply = self._call(
                 Method.MAP_REGIONS,
                 pb.MapRegionsRequest(region_ids=region_ids, writable=writable),
+                pb.MapRegionsReply,
                 deadline_s,
                 fds,
             )
-            assert isinstance(reply, pb.MapRegionsReply)
             if len(fds) != len(region_ids) or len(reply.sizes_bytes) != len(region_ids):
                 raise UnavailableError(
                     f"{len(fds)} descriptors came for {len(region_ids)} regions: is a descriptor limit reached?"
@@ -167,16 +170,18 @@ class Session:
             for region_id, fd, size_bytes in zip(region_ids, fds, reply.sizes_bytes, strict=True):
                 self.regions.add(region_id, fd, size_bytes, writable=writable)
         except OSError as error:
-            raise UnavailableError(
-                f"the daemon's memory can't be mapped: {error.strerror or error}"
-            ) from error
+            raise UnavailableError(f"the daemon's memory can't be mapped: {error.strerror or error}") from error
         finally:
             for fd in fds:
                 os.close(fd)
         if writable:
             # Only when the daemon knows that we have our writable mapping can it seal, and others read.
             self._call(
-                Method.REGIONS_MAPPED, pb.RegionsMappedRequest(region_ids=region_ids), deadline_s, None
+                Method.REGIONS_MAPPED,
+                pb.RegionsMappedRequest(region_ids=region_ids),
+                pb.RegionsMappedReply,
+                deadline_s,
+                None,
             )
 
     def generations(self, indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -299,7 +304,12 @@ class Session:
             if self.regions.drop_all() and self._calls is not None and self._healthy.is_set():
                 # Gone or hanging is fine: the kernel tells the daemon when this process ends.
                 with contextlib.suppress(KVStoreError):
-                    self._calls.call(Method.GOODBYE, pb.GoodbyeRequest(), time.monotonic() + self.timeout_s)
+                    self._calls.call(
+                        Method.GOODBYE,
+                        pb.GoodbyeRequest(),
+                        pb.GoodbyeReply,
+                        time.monotonic() + self.timeout_s,
+                    )
             self._closed = True
             self._disconnected("the client was closed")
         if self._thread is not None:

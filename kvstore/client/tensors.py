@@ -22,9 +22,7 @@ _TORCH = {
 }
 
 
-def as_tensor(
-    block: NDArray[np.uint8], dtype: str = "uint8", shape: tuple[int, ...] | None = None
-) -> torch.Tensor:
+def as_tensor(block: NDArray[np.uint8], dtype: str = "uint8", shape: tuple[int, ...] | None = None) -> torch.Tensor:
     """A tensor over ``block`` (uint8, one-dimensional) that keeps its memory alive; never write to it.
 
     Raises BadInputError for an unknown dtype or a shape that doesn't take exactly the block's bytes.
@@ -42,6 +40,4 @@ def as_tensor(
     try:
         return tensor.view(shape)
     except RuntimeError:
-        raise BadInputError(
-            f"shape {shape} does not take the {tensor.numel()} {dtype} values of a block"
-        ) from None
+        raise BadInputError(f"shape {shape} does not take the {tensor.numel()} {dtype} values of a block") from None

@@ -7,6 +7,7 @@ import select
 import socket
 import time
 from pathlib import Path
+from typing import TypeVar
 
 from google.protobuf.message import Message
 
@@ -31,6 +32,9 @@ READY_S = 1.0
 SPIN_S = 0.0002
 """How long a caller looks for its reply before it sleeps: most replies are there by then, and waking up costs
 more than looking."""
+
+
+ReplyT = TypeVar("ReplyT", bound=Message)
 
 
 class TimedOutError(UnavailableError):
@@ -61,7 +65,8 @@ class Transport:
         except OSError as error:
             self._sock.close()
             raise UnavailableError(
-                f"no kvstore daemon answers at {path} ({error.strerror or error}): start one with `kvstore serve --socket {path}`"
+                f"no kvstore daemon answers at {path} ({error.strerror or error}): "
+                f"start one with `kvstore serve --socket {path}`"
             ) from error
 
     def fileno(self) -> int:
@@ -72,9 +77,14 @@ class Transport:
         self._sock.close()
 
     def call(
-        self, method: Method, request: Message, deadline_s: float, descriptors: list[int] | None = None
-    ) -> Message:
-        """Send a request and wait for its reply.
+        self,
+        method: Method,
+        request: Message,
+        kind: type[ReplyT],
+        deadline_s: float,
+        descriptors: list[int] | None = None,
+    ) -> ReplyT:
+        """Send a request and wait for its reply, a message of ``kind``.
 
         With ``descriptors`` a list, received ones are appended to it; the caller owns and closes them.
         Raises what the daemon answered, TimedOutError at the deadline, UnavailableError if the connection broke.
@@ -87,7 +97,7 @@ class Transport:
             if reply_id == request_id:
                 if flags & FLAG_ERROR:
                     raise faults.to_exception(decode(pb.Error, payload))
-                return decode(REPLIES[reply_method], payload)
+                return decode(kind, payload)
             if not flags & FLAG_ERROR:
                 self.late.append(decode(REPLIES[reply_method], payload))
 

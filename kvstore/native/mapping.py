@@ -105,9 +105,7 @@ class Mapping:
         self.length_bytes = 0
         self._pid = os.getpid()
         if length_bytes <= 0 or length_bytes % PAGE_BYTES:
-            raise ValueError(
-                f"length_bytes is {length_bytes}; it must be a positive multiple of {PAGE_BYTES}"
-            )
+            raise ValueError(f"length_bytes is {length_bytes}; it must be a positive multiple of {PAGE_BYTES}")
         self.address = _map_aligned(fd, length_bytes, offset_bytes, writable)
         self.length_bytes = length_bytes
         self.writable = writable
@@ -148,9 +146,7 @@ class Mapping:
     def shrink(self, length_bytes: int) -> None:
         """Unmap the tail. No array of this mapping may be in use."""
         if not 0 < length_bytes <= self.length_bytes or length_bytes % PAGE_BYTES:
-            raise ValueError(
-                f"length_bytes is {length_bytes}; it must be whole pages up to {self.length_bytes}"
-            )
+            raise ValueError(f"length_bytes is {length_bytes}; it must be whole pages up to {self.length_bytes}")
         tail_bytes = self.length_bytes - length_bytes
         if tail_bytes:
             _libc.munmap(self.address + length_bytes, tail_bytes)

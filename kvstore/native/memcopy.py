@@ -83,9 +83,7 @@ def copy_batch(
     else:
         each = _addresses("sizes", sizes)
         if each.shape != dst.shape:
-            raise BadInputError(
-                f"{len(each)} sizes for {len(dst)} blocks; give one for each, or a single number"
-            )
+            raise BadInputError(f"{len(each)} sizes for {len(dst)} blocks; give one for each, or a single number")
         total_bytes = int(each.sum())
     if threads < 1:
         raise BadInputError(f"threads is {threads}; it must be at least 1")
@@ -104,9 +102,7 @@ def _addresses(name: str, value: Any) -> Addresses:
     return np.ascontiguousarray(value)
 
 
-def _copy_numpy(
-    dst: Addresses, src: Addresses, each: Addresses | None, size_bytes: int, threads: int
-) -> None:
+def _copy_numpy(dst: Addresses, src: Addresses, each: Addresses | None, size_bytes: int, threads: int) -> None:
     """The same bytes as the C part; splits between blocks, not inside them."""
     sizes = each if each is not None else np.full(len(dst), size_bytes, dtype=np.uint64)
 
@@ -119,9 +115,7 @@ def _copy_numpy(
     if threads == 1:
         copy(slice(None))
         return
-    cuts = np.searchsorted(
-        np.cumsum(sizes), np.linspace(0, int(sizes.sum()), threads + 1)[1:-1], "left"
-    ).tolist()
+    cuts = np.searchsorted(np.cumsum(sizes), np.linspace(0, int(sizes.sum()), threads + 1)[1:-1], "left").tolist()
     parts = [slice(a, b) for a, b in zip([0, *cuts], [*cuts, len(dst)], strict=True)]
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(copy, parts))

@@ -124,9 +124,7 @@ class Connection:
             for _ in range(FRAMES_PER_TURN):
                 if self.closed or self._closing or self._paused or len(self._inbox) - taken < HEADER_BYTES:
                     break
-                length, method, flags, request_id = decode_header(
-                    memoryview(self._inbox)[taken : taken + HEADER_BYTES]
-                )
+                length, method, flags, request_id = decode_header(memoryview(self._inbox)[taken : taken + HEADER_BYTES])
                 end = taken + HEADER_BYTES + length
                 if len(self._inbox) < end:
                     break

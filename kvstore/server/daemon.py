@@ -67,9 +67,7 @@ class Daemon:
             raise
         self.epoch = time.time_ns()
         self.sessions = Sessions(self._loop.add_reader, self._loop.remove_reader)
-        self._handlers = Handlers(
-            self.store, config.policy_clock == "client", self._more_stats, self._ask_to_unmap
-        )
+        self._handlers = Handlers(self.store, config.policy_clock == "client", self._more_stats, self._ask_to_unmap)
         self._connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._tick_handle: asyncio.TimerHandle | None = None
@@ -109,10 +107,7 @@ class Daemon:
             return
         sock.setblocking(False)
         pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if (
-            uid not in (os.getuid(), 0)
-            or len(self._connections) >= 2 * self._config.max_clients + GREETINGS_MAX
-        ):
+        if uid not in (os.getuid(), 0) or len(self._connections) >= 2 * self._config.max_clients + GREETINGS_MAX:
             log.warning("a connection of user %d, process %d was refused", uid, pid)
             sock.close()
             return
@@ -132,12 +127,11 @@ class Daemon:
             if session.pidfd is None:
                 self._forget(session)
 
-    def _on_frame(
-        self, connection: Connection, method: int, flags: int, request_id: int, payload: bytes
-    ) -> None:
+    def _on_frame(self, connection: Connection, method: int, flags: int, request_id: int, payload: bytes) -> None:
         try:
             result = self._dispatch(connection, method, payload)
-        except Exception as error:  # noqa: BLE001 - whatever a request causes, the daemon goes on and the client hears of it
+        except Exception as error:
+            # Whatever a request causes, the daemon goes on and the client hears of it.
             self._reply_error(connection, method, request_id, error)
             return
         if isinstance(result, Reply):
@@ -155,7 +149,7 @@ class Daemon:
         try:
             reply = await result
             connection.send(encode(method, FLAG_REPLY, request_id, reply.message), reply.descriptors)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:
             self._reply_error(connection, method, request_id, error)
         finally:
             connection.resume()
@@ -169,14 +163,14 @@ class Daemon:
 
     def _dispatch(self, connection: Connection, method: int, payload: bytes) -> Reply | Awaitable[Reply]:
         session = connection.context
-        if not isinstance(session, Session):
+        if isinstance(session, _Greeting):
             if method != Method.HELLO:
                 raise ProtocolError(f"the first message must be HELLO, not {Method(method).name}")
-            return self._hello(connection, decode(pb.HelloRequest, payload))
+            return self._hello(connection, session, decode(pb.HelloRequest, payload))
+        if not isinstance(session, Session):
+            raise ProtocolError("the connection belongs to no session")
         if not session.live and method not in ACKNOWLEDGEMENTS:
-            raise SessionEndedError(
-                "the session has ended (no heartbeat for too long, or goodbye): say hello again"
-            )
+            raise SessionEndedError("the session has ended (no heartbeat for too long, or goodbye): say hello again")
         if method == Method.HEARTBEAT:
             session.heartbeat_at_s = self._clock.now_s()
             return Reply(pb.HeartbeatReply(epoch=self.epoch))
@@ -190,11 +184,12 @@ class Daemon:
 
     # Sessions ------------------------------------------------------------------------------------
 
-    def _hello(self, connection: Connection, request: pb.HelloRequest) -> Reply:
+    def _hello(self, connection: Connection, greeting: _Greeting, request: pb.HelloRequest) -> Reply:
         version = min(request.version_max, PROTOCOL_VERSION_MAX)
         if version < max(request.version_min, PROTOCOL_VERSION_MIN):
             raise VersionError(
-                f"the client speaks protocol versions {request.version_min}..{request.version_max}, this daemon (kvstored "
+                f"the client speaks protocol versions {request.version_min}..{request.version_max}, "
+                f"this daemon (kvstored "
                 f"{__version__}) {PROTOCOL_VERSION_MIN}..{PROTOCOL_VERSION_MAX}: install matching versions"
             )
         if request.channel == pb.CHANNEL_EVENTS:
@@ -203,7 +198,7 @@ class Daemon:
                 raise SessionEndedError("the session to join has ended: connect again")
             session.events = connection
         else:
-            session = self._resume_session(connection, request) or self._open_session(connection, request)
+            session = self._resume_session(greeting, request) or self._open_session(greeting, request)
             session.calls = connection
         connection.context = session
         reply = pb.HelloReply(
@@ -218,10 +213,8 @@ class Daemon:
         )
         return Reply(reply, (self.store.dram.generations_fd,) if session.events is not connection else ())
 
-    def _resume_session(self, connection: Connection, request: pb.HelloRequest) -> Session | None:
+    def _resume_session(self, greeting: _Greeting, request: pb.HelloRequest) -> Session | None:
         """The session whose token the same process shows again: its rights are gone, its holds go on."""
-        greeting = connection.context
-        assert isinstance(greeting, _Greeting)
         session = self.sessions.by_token(request.session_token) if request.session_token else None
         if session is None or session.pid != greeting.pid or session.tenant != (request.tenant or "default"):
             return None
@@ -234,9 +227,7 @@ class Daemon:
         session.heartbeat_at_s = self._clock.now_s()
         return session
 
-    def _open_session(self, connection: Connection, request: pb.HelloRequest) -> Session:
-        greeting = connection.context
-        assert isinstance(greeting, _Greeting)
+    def _open_session(self, greeting: _Greeting, request: pb.HelloRequest) -> Session:
         if len(self.sessions) >= self._config.max_clients:
             raise BadInputError(
                 f"{self._config.max_clients} clients are connected, the most this daemon takes (--max-clients)"
@@ -293,9 +284,7 @@ class Daemon:
         for claim in self.store.expire():
             for session_id in claim.holders:
                 event = events.setdefault(session_id, pb.Event())
-                (event.ended_leases if isinstance(claim, Lease) else event.ended_reservations).append(
-                    claim.id
-                )
+                (event.ended_leases if isinstance(claim, Lease) else event.ended_reservations).append(claim.id)
         for session_id, event in events.items():
             self._send_event(session_id, event)
 
@@ -346,9 +335,7 @@ def _make_store(config: DaemonConfig, clock: Clock) -> Store:
     return Store(index, dram, clock, limits, spare_bytes=config.region_bytes_effective)
 
 
-async def serve(
-    config: DaemonConfig, ready: asyncio.Event | None = None, stop: asyncio.Event | None = None
-) -> None:
+async def serve(config: DaemonConfig, ready: asyncio.Event | None = None, stop: asyncio.Event | None = None) -> None:
     """Run a daemon until ``stop`` is set."""
     stop = stop or asyncio.Event()
     daemon = Daemon(config)

@@ -16,7 +16,7 @@ import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
-from kvstore.errors import BadInputError, EndedError, ProtocolError
+from kvstore.errors import BadInputError, EndedError
 from kvstore.lease import Lease, Reservation
 from kvstore.prefix_index.rows import RowPath
 from kvstore.server.session import Session
@@ -84,13 +84,12 @@ class Handlers:
         except ValueError as error:
             raise BadInputError(f"the namespace description is not JSON: {error}") from None
         if not isinstance(plain, dict):
-            raise BadInputError(
-                f"the namespace description is {plain!r:.80}; it must be an object with fields"
-            )
+            raise BadInputError(f"the namespace description is {plain!r:.80}; it must be an object with fields")
         namespace = Namespace.from_dict(plain)
         if namespace.tenant != session.tenant:
             raise BadInputError(
-                f"the namespace belongs to tenant {namespace.tenant!r}, the session to {session.tenant!r}: connect as that tenant"
+                f"the namespace belongs to tenant {namespace.tenant!r}, the session to {session.tenant!r}: "
+                f"connect as that tenant"
             )
         opened = self._store.namespaces.open(namespace, request.name)
         return Reply(pb.OpenNamespaceReply(namespace_id=opened.id, digest=opened.digest))
@@ -172,9 +171,7 @@ class Handlers:
         """Descriptors of regions of the session's own tenant; a writable one goes to its writer only."""
         ids = list(request.region_ids)
         if not 0 < len(ids) <= MAX_DESCRIPTORS:
-            raise BadInputError(
-                f"{len(ids)} regions were asked for; ask for 1 to {MAX_DESCRIPTORS} at a time"
-            )
+            raise BadInputError(f"{len(ids)} regions were asked for; ask for 1 to {MAX_DESCRIPTORS} at a time")
         regions = [
             self._store.share_region(session.id, session.tenant, region_id, writable=request.writable)
             for region_id in ids
@@ -212,29 +209,21 @@ class Handlers:
     def _prompt(self, session: Session, message: pb.Prompt) -> Prompt:
         opened = self._store.namespaces.get(message.namespace_id)
         if opened is None or opened.namespace.tenant != session.tenant:
-            raise EndedError(
-                f"namespace id {message.namespace_id} is not open here: open the namespace again"
-            )
+            raise EndedError(f"namespace id {message.namespace_id} is not open here: open the namespace again")
         namespace = opened.namespace
         if namespace.row_kind is RowKind.HASHES:
             if message.extras:
-                raise BadInputError(
-                    "extra keys go with token rows only; an engine's hash covers its own extras"
-                )
+                raise BadInputError("extra keys go with token rows only; an engine's hash covers its own extras")
             path = RowPath.from_hashes(message.rows, namespace.hash_bytes)
         else:
             if len(message.extras) > EXTRAS_MAX:
-                raise BadInputError(
-                    f"{len(message.extras)} extra keys in one prompt; the most is {EXTRAS_MAX}"
-                )
+                raise BadInputError(f"{len(message.extras)} extra keys in one prompt; the most is {EXTRAS_MAX}")
             extras = [ExtraKey(extra.start_token, extra.n_tokens, extra.digest) for extra in message.extras]
             path = RowPath.from_tokens(message.rows, namespace.spec.block_tokens, extras)
         time_s = message.policy_time_s if self._client_policy_clock else self._store.clock.now_s()
         if not math.isfinite(time_s):
             raise BadInputError(f"policy_time_s is {time_s!r}; it must be a finite number of seconds")
-        return Prompt(
-            opened, opened.root_key(message.salt, message.lora), path, time_s, message.category & 0xFF
-        )
+        return Prompt(opened, opened.root_key(message.salt, message.lora), path, time_s, message.category & 0xFF)
 
     def _lease_reply(self, lease: Lease) -> pb.LeaseReply:
         reply = pb.LeaseReply(

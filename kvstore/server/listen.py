@@ -35,9 +35,7 @@ class ListeningSocket:
     def _bind(self) -> socket.socket:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(self.path.lstat().st_mode):
-                raise ConfigError(
-                    f"{self.path} exists and is not a socket: choose another --socket or remove it"
-                )
+                raise ConfigError(f"{self.path} exists and is not a socket: choose another --socket or remove it")
             # The lock is ours, so whoever made this file is gone.
             self.path.unlink()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
@@ -51,9 +49,7 @@ class ListeningSocket:
             sock.listen(BACKLOG)
         except OSError as error:
             sock.close()
-            raise ConfigError(
-                f"can't listen on {self.path}: {error.strerror}; choose another --socket"
-            ) from error
+            raise ConfigError(f"can't listen on {self.path}: {error.strerror}; choose another --socket") from error
         return sock
 
     def close(self) -> None:
@@ -79,7 +75,8 @@ def _prepare_folder(folder: Path) -> None:
         raise ConfigError(f"the socket's folder {folder} is not a folder; choose another --socket")
     if facts.st_uid not in (os.getuid(), 0):
         raise ConfigError(
-            f"the socket's folder {folder} belongs to user {facts.st_uid}, who could replace the socket: choose another --socket"
+            f"the socket's folder {folder} belongs to user {facts.st_uid}, "
+            f"who could replace the socket: choose another --socket"
         )
 
 

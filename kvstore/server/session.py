@@ -54,9 +54,7 @@ class Session:
 class Sessions:
     """All sessions of a daemon. ``watch(fd, callback)`` and ``unwatch(fd)`` are the loop's readers."""
 
-    def __init__(
-        self, watch: Callable[[int, Callable[[], None]], None], unwatch: Callable[[int], None]
-    ) -> None:
+    def __init__(self, watch: Callable[[int, Callable[[], None]], object], unwatch: Callable[[int], object]) -> None:
         self._watch = watch
         self._unwatch = unwatch
         self._ids = itertools.count(1)
@@ -71,9 +69,7 @@ class Sessions:
     def get(self, session_id: int) -> Session | None:
         return self._by_id.get(session_id)
 
-    def open(
-        self, tenant: str, client_name: str, pid: int, now_s: float, gone: Callable[[Session], None]
-    ) -> Session:
+    def open(self, tenant: str, client_name: str, pid: int, now_s: float, gone: Callable[[Session], None]) -> Session:
         """A new session of a process; ``gone`` is called once when that process has ended.
 
         The kernel's pidfd tells of the end even if the process was stopped or its socket is held open by a

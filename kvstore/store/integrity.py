@@ -64,6 +64,5 @@ def _require(dram: DramTier, slots: NDArray[np.int64], state: SlotState, whose: 
 def _bytes_of(dram: DramTier, slots: NDArray[np.int64]) -> int:
     region_ids, counts = np.unique(slots >> SLOT_BITS, return_counts=True)
     return sum(
-        dram.region(region_id).slot_bytes * n
-        for region_id, n in zip(region_ids.tolist(), counts.tolist(), strict=True)
+        dram.region(region_id).slot_bytes * n for region_id, n in zip(region_ids.tolist(), counts.tolist(), strict=True)
     )

@@ -62,15 +62,14 @@ class Namespaces:
                 "use another name, or none, to keep both"
             )
         if name and bound is None and len(self._names) >= NAMES_MAX:
-            raise BadInputError(
-                f"{NAMES_MAX} namespace names are bound, the most a daemon keeps: use no name"
-            )
+            raise BadInputError(f"{NAMES_MAX} namespace names are bound, the most a daemon keeps: use no name")
         digest = namespace.digest()
         entry = self._by_digest.get(digest)
         if entry is None:
             if len(self._by_id) >= NAMESPACES_MAX:
                 raise BadInputError(
-                    f"{NAMESPACES_MAX} namespaces are open, the most a daemon keeps: use salts for what changes per request"
+                    f"{NAMESPACES_MAX} namespaces are open, the most a daemon keeps: "
+                    f"use salts for what changes per request"
                 )
             entry = OpenNamespace(len(self._by_id) + 1, namespace, digest, namespace.spec.block_bytes)
             self._by_digest[digest] = entry

@@ -156,9 +156,7 @@ class RoomMaker:
         # Regions that others were made to leave will be room soon: nobody's blocks go twice for it. But a
         # client may be long in leaving, so that evicting as much as is to be written goes on meanwhile.
         reservation.leaving_bytes_before = leaving_bytes
-        reservation.evict_bytes_left = short * reservation.slot_bytes + max(
-            self._spare_bytes - leaving_bytes, 0
-        )
+        reservation.evict_bytes_left = short * reservation.slot_bytes + max(self._spare_bytes - leaving_bytes, 0)
 
     def _is_coming(self, reservation: Reservation, short: int) -> bool:
         """Whether enough was retired for this reservation; clients that map it have yet to leave."""
@@ -179,4 +177,5 @@ class RoomMaker:
         return self.pending
 
     def _movable(self, tags: NDArray[np.int64]) -> NDArray[np.bool_]:
-        return self._index.table.refs[tags] == 0
+        unpinned: NDArray[np.bool_] = self._index.table.refs[tags] == 0
+        return unpinned

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.clock import Clock
 from kvstore.errors import BadInputError, EndedError
@@ -50,9 +49,7 @@ class LeaseLimits:
     def ttl_s(self, asked_s: float) -> float:
         """The life granted for the one asked for; 0 asks for the default."""
         if not 0 <= asked_s < float("inf"):
-            raise BadInputError(
-                f"ttl_s is {asked_s!r}; it must be 0 (for the default) or a positive number of seconds"
-            )
+            raise BadInputError(f"ttl_s is {asked_s!r}; it must be 0 (for the default) or a positive number of seconds")
         return min(asked_s or self.default_s, self.max_s)
 
 
@@ -119,9 +116,7 @@ class Store:
         if len(ids):
             self.index.touch(ids, prompt.time_s, prompt.category)
         if not len(wanted):
-            return Lease(
-                0, prompt.namespace.namespace.tenant, 0.0, {}, wanted, n_blocks, partial_tokens, n_tokens
-            )
+            return Lease(0, prompt.namespace.namespace.tenant, 0.0, {}, wanted, n_blocks, partial_tokens, n_tokens)
         self._check_room_for_claim(session_id, self.leases)
         self.index.pin(wanted)
         lease = Lease(
@@ -145,9 +140,7 @@ class Store:
         ttl_s = self.limits.ttl_s(ttl_s)
         lease = self.leases.get(lease_id)
         if lease is None or not lease.right_of(session_id, self.clock.now_s()):
-            raise EndedError(
-                f"lease {lease_id} is unknown or has ended: it can't be renewed, lease the prefix again"
-            )
+            raise EndedError(f"lease {lease_id} is unknown or has ended: it can't be renewed, lease the prefix again")
         self.leases.renew(lease, self.clock.now_s() + ttl_s)
         return ttl_s
 
@@ -173,16 +166,15 @@ class Store:
         path = prompt.path
         if first_block < 0 or n_blocks < 1 or first_block + n_blocks > path.n_rows:
             raise BadInputError(
-                f"blocks {first_block}..{first_block + n_blocks - 1} were asked for; the prompt has {path.n_rows} blocks"
+                f"blocks {first_block}..{first_block + n_blocks - 1} were asked for; "
+                f"the prompt has {path.n_rows} blocks"
             )
         self._check_room_for_claim(session_id, self.reservations)
         found = self.index.match(prompt.root_key, path)
         prefix = found.ids
         n_rows = len(prefix)
         if n_rows == path.n_full_rows and 0 < found.partial_tokens == path.tail_tokens:
-            n_rows += (
-                1  # a block that is there starts with the short last row: storing that would add nothing
-            )
+            n_rows += 1  # a block that is there starts with the short last row: storing that would add nothing
         n_present = min(max(n_rows - first_block, 0), n_blocks)
         n_missing = n_blocks - n_present
         reason = ""
@@ -255,9 +247,7 @@ class Store:
             raise EndedError(f"reservation {reservation_id} is unknown or has ended: reserve and write again")
         if not reservation.right_of(session_id, self.clock.now_s()):
             self._drop_reservation(reservation, session_id)
-            raise EndedError(
-                f"reservation {reservation_id} ended before the commit: nothing was stored, write again"
-            )
+            raise EndedError(f"reservation {reservation_id} ended before the commit: nothing was stored, write again")
         if not 0 <= n_blocks <= len(reservation.slots):
             raise BadInputError(
                 f"commit of {n_blocks} blocks; the reservation {reservation_id} has {len(reservation.slots)}"
@@ -374,9 +364,7 @@ class Store:
             raise EndedError(f"region {region_id} is not there (any more): lease or reserve again")
         mine = region.writer == session_id
         if writable and (not mine or region.sealed):
-            raise BadInputError(
-                f"region {region_id} can't be mapped for writing: it is sealed or another client's"
-            )
+            raise BadInputError(f"region {region_id} can't be mapped for writing: it is sealed or another client's")
         if not mine and not region.sealed:
             raise EndedError(f"region {region_id} is still being set up by its writer: try again")
         self.dram.add_mapper(region_id, session_id)
@@ -412,9 +400,7 @@ class Store:
         """Verify index and tier, and that they and the claims agree; raises IntegrityError. Slow."""
         self.index.check()
         self.dram.check()
-        check_agreement(
-            self.index, self.dram, [*self.leases, *self.pins], self.reservations, self._room.pending
-        )
+        check_agreement(self.index, self.dram, [*self.leases, *self.pins], self.reservations, self._room.pending)
 
     # Own -----------------------------------------------------------------------------------------
 
@@ -431,7 +417,8 @@ class Store:
     ) -> None:
         if table.count_of(session_id) >= CLAIMS_PER_SESSION_MAX:
             raise BadInputError(
-                f"the session holds {CLAIMS_PER_SESSION_MAX} claims of this kind already: release what is no longer read"
+                f"the session holds {CLAIMS_PER_SESSION_MAX} claims of this kind already: "
+                f"release what is no longer read"
             )
 
     def _quarantine(self, reservation: Reservation) -> None:

@@ -40,9 +40,7 @@ def to_message(error: Exception) -> pb.Error:
     for kind, code in _CODES:
         if isinstance(error, kind):
             return pb.Error(code=code, message=_sendable(str(error)))
-    return pb.Error(
-        code=pb.INTERNAL, message=f"the daemon failed with {type(error).__name__}; its log has the details"
-    )
+    return pb.Error(code=pb.INTERNAL, message=f"the daemon failed with {type(error).__name__}; its log has the details")
 
 
 def to_exception(message: pb.Error) -> KVStoreError:

@@ -97,9 +97,7 @@ def test_means_are_near_what_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize("block_tokens", [16, 512])
-def test_block_ids_are_equal_exactly_when_the_prefixes_are(
-    requests: list[TokenRequest], block_tokens: int
-) -> None:
+def test_block_ids_are_equal_exactly_when_the_prefixes_are(requests: list[TokenRequest], block_tokens: int) -> None:
     trace = to_trace(requests, block_tokens)
     prefixes: dict[bytes, int] = {}
     for index, request in enumerate(requests):

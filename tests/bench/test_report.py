@@ -60,9 +60,7 @@ def shown(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_a_simulation_has_the_curve_and_both_ways_to_match(
-    tokens: TokenTrace, simulated: SimulationReport
-) -> None:
+def test_a_simulation_has_the_curve_and_both_ways_to_match(tokens: TokenTrace, simulated: SimulationReport) -> None:
     capacity = OPTIONS.capacity(tokens)
     assert simulated.counts == simulate(tokens, "lru", capacity)
     assert simulated.whole_block_counts == simulate(tokens, "lru", capacity, partial=False)

@@ -198,9 +198,7 @@ def test_a_last_block_counts_what_is_left_of_the_prompt(tmp_path: Path) -> None:
 
 def test_lines_longer_than_a_read_are_joined(tmp_path: Path) -> None:
     n = 400_000
-    path = write(
-        tmp_path / "t", record(input_length=n * 16, hash_ids=list(range(n))), record(input_length=32)
-    )
+    path = write(tmp_path / "t", record(input_length=n * 16, hash_ids=list(range(n))), record(input_length=32))
     trace = load_trace(path, block_tokens=16)
     assert path.stat().st_size > 2 << 20
     assert trace.offsets.tolist() == [0, n, n + 2]

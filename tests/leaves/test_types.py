@@ -87,9 +87,7 @@ def variants(base: Namespace) -> dict[str, Namespace]:
         "page_bytes": {"layout": "opaque", "page_bytes": 99},
     }  # fmt: skip
     others = {
-        f"spec.groups[0].{name}": replace(
-            base, spec=replace(spec, groups=(replace(group, **change), *spec.groups[1:]))
-        )
+        f"spec.groups[0].{name}": replace(base, spec=replace(spec, groups=(replace(group, **change), *spec.groups[1:])))
         for name, change in of_group.items()
     }
     return others | {

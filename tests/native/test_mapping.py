@@ -107,9 +107,7 @@ def test_huge_pages_are_asked_for_where_a_whole_one_fits(fd: int) -> None:
 def test_room_for_alignment_is_given_back(fd: int) -> None:
     def reserved_bytes() -> int:
         ranges = [
-            line.split()[0].split("-")
-            for line in Path("/proc/self/maps").read_text().splitlines()
-            if "---p" in line
+            line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if "---p" in line
         ]
         return sum(int(end, 16) - int(start, 16) for start, end in ranges)
 
@@ -164,9 +162,7 @@ def test_populate_of_unmapped_memory_is_an_error(fd: int) -> None:
 
 
 @pytest.mark.parametrize("writable", [True, False])
-def test_old_kernels_have_every_page_touched(
-    fd: int, writable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_kernels_have_every_page_touched(fd: int, writable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class OldKernel:
         def madvise(self, *_: int) -> int:
             ctypes.set_errno(errno.EINVAL)
@@ -209,9 +205,7 @@ def test_others_run_while_pages_are_filled() -> None:
         (None, "tells nothing"),
     ],
 )
-def test_note_on_huge_pages(
-    text: str | None, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_note_on_huge_pages(text: str | None, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = tmp_path / "shmem_enabled"
     if text is not None:
         setting.write_text(text)

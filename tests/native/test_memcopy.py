@@ -87,9 +87,7 @@ def test_one_size_for_all_blocks_split_inside_them(way: str, threads: int) -> No
     source = rng.integers(0, 256, 3 * size, dtype=np.uint8)
     target = np.zeros(3 * size + 1, np.uint8)
     # The blocks change places, so that a wrong pairing shows.
-    copy_batch(
-        addresses(target, [1, 1 + size, 1 + 2 * size]), addresses(source, [2 * size, 0, size]), size, threads
-    )
+    copy_batch(addresses(target, [1, 1 + size, 1 + 2 * size]), addresses(source, [2 * size, 0, size]), size, threads)
     assert target[0] == 0
     expected = np.concatenate((source[2 * size :], source[:size], source[size : 2 * size]))
     assert np.array_equal(target[1:], expected)
@@ -106,9 +104,7 @@ def test_nothing_to_copy(way: str) -> None:
 def test_strided_arrays_of_addresses(way: str) -> None:
     source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
     every = addresses(target, [0, 1, 10, 11, 20, 21])
-    copy_batch(
-        every[::2], addresses(source, [0, 9, 10, 9, 20, 9])[::2], np.array([5, 9, 6, 9, 7, 9], np.uint64)[::2]
-    )
+    copy_batch(every[::2], addresses(source, [0, 9, 10, 9, 20, 9])[::2], np.array([5, 9, 6, 9, 7, 9], np.uint64)[::2])
     assert target[:5].tolist() == [0, 1, 2, 3, 4]
     assert target[10:16].tolist() == [10, 11, 12, 13, 14, 15]
     assert target[20:27].tolist() == [20, 21, 22, 23, 24, 25, 26]

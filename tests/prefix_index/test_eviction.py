@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import random
 from collections import OrderedDict
 from pathlib import Path
@@ -40,9 +41,10 @@ class LotteryPolicy:
     def attach(self, table: BlockTable) -> None:
         self.table = table
 
-    def accessed(self, ids: At, now_s: float) -> None:  # noqa: ARG002
+    def accessed(self, ids: At, now_s: float) -> float:  # noqa: ARG002
         for block in ids.tolist():
             self.table.rank[block] = self.random.randrange(50)
+        return -math.inf
 
     def inserted(self, ids: At, now_s: float) -> None:
         self.accessed(ids, now_s)
@@ -99,9 +101,7 @@ def test_each_evicted_block_has_the_lowest_rank_of_all_leaves(
         assert index.n_blocks == 0
 
 
-def apply(
-    index: PrefixIndex, policy: LotteryPolicy, pinned: list[NDArray[np.uint32]], what: str, number: int
-) -> None:
+def apply(index: PrefixIndex, policy: LotteryPolicy, pinned: list[NDArray[np.uint32]], what: str, number: int) -> None:
     dice = random.Random(number)
     path = path_of([dice.randrange(2) for _ in range(dice.randrange(1, 14))])
     match = index.match(ROOT, path)

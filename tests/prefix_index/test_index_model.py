@@ -46,9 +46,7 @@ class Prompt:
                 at = extra.start_token + i
                 if at < len(tokens):
                     symbols[at] = ("covered", tokens[at], extra.digest, i)
-        self.rows: Path = tuple(
-            tuple(symbols[i : i + BLOCK_TOKENS]) for i in range(0, len(symbols), BLOCK_TOKENS)
-        )
+        self.rows: Path = tuple(tuple(symbols[i : i + BLOCK_TOKENS]) for i in range(0, len(symbols), BLOCK_TOKENS))
 
     def __repr__(self) -> str:
         return f"Prompt({self.rows})"
@@ -72,9 +70,7 @@ def draw_prompt(dice: random.Random) -> Prompt:
 
 def draw_relative(dice: random.Random, prompt: Prompt) -> Prompt:
     """A prompt cut, continued, with one token changed, or with other content behind some tokens."""
-    tokens = (
-        prompt.tokens[: dice.randrange(len(prompt.tokens) + 1)] if dice.random() < 0.5 else prompt.tokens[:]
-    )
+    tokens = prompt.tokens[: dice.randrange(len(prompt.tokens) + 1)] if dice.random() < 0.5 else prompt.tokens[:]
     if dice.random() < 0.4:
         tokens += [dice.choice(TOKENS) for _ in range(dice.randrange(6))]
     if tokens and dice.random() < 0.3:

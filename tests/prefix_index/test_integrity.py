@@ -81,9 +81,7 @@ DAMAGE: dict[str, Callable[[PrefixIndex], object]] = {
     "is alive": lambda i: i.table.residency.__setitem__(2, 0),
     "pins are not negative": lambda i: i.table.refs.__setitem__(2, -1),
     "counts the blocks that follow": lambda i: bump(i.table.n_children, 1),
-    "the living blocks are those of the tree": lambda i: i.table.residency.__setitem__(
-        i.table.allocate(1), 1
-    ),
+    "the living blocks are those of the tree": lambda i: i.table.residency.__setitem__(i.table.allocate(1), 1),
     "every id is free or in use": lambda i: i.table.allocate(1),
     "no id is free and in use": lambda i: i.table._free.append(0),
     "a row is at most one block": lambda i: setattr(kids(i)[0], "head", kids(i)[0].head + bytes(4)),

@@ -136,9 +136,7 @@ def test_run_end_finds_the_next_covered_row() -> None:
 
 def test_order_of_extras_does_not_matter() -> None:
     extras = [ExtraKey(1, 2, b"a"), ExtraKey(3, 2, b"b"), ExtraKey(9, 1, b"c")]
-    keys = {
-        RowPath.from_tokens([7] * 12, 4, order).keys(b"r" * 16).tobytes() for order in (extras, extras[::-1])
-    }
+    keys = {RowPath.from_tokens([7] * 12, 4, order).keys(b"r" * 16).tobytes() for order in (extras, extras[::-1])}
     assert len(keys) == 1
 
 

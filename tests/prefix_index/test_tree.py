@@ -26,9 +26,7 @@ def new_index() -> PrefixIndex:
     return PrefixIndex(make_policy("lru"), reserve_blocks=16)
 
 
-def store(
-    index: PrefixIndex, tokens: Any, block_tokens: int = 4, extras: tuple[ExtraKey, ...] = ()
-) -> list[int]:
+def store(index: PrefixIndex, tokens: Any, block_tokens: int = 4, extras: tuple[ExtraKey, ...] = ()) -> list[int]:
     path = RowPath.from_tokens(np.array(tokens, np.uint32), block_tokens, extras)
     first = len(index.match(ROOT, path).ids)
     result = index.insert(ROOT, path, first, np.arange(path.n_rows - first), 1, 0.0)

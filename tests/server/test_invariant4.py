@@ -54,7 +54,8 @@ def child(target: Any, path: str) -> Iterator[tuple[Any, Connection]]:
     try:
         yield process, ours
     finally:
-        os.kill(process.pid, signal.SIGCONT) if process.is_alive() else None
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, signal.SIGCONT)
         process.join(20)
         assert process.exitcode is not None, "the child did not end"
         ours.close()
@@ -127,9 +128,7 @@ def stopped_writer(path: str, pipe: Connection) -> None:
         pipe.recv()
 
 
-def test_a_stopped_writers_slots_are_not_reused_and_its_commit_is_refused(
-    client: Client, wait_until: Any
-) -> None:
+def test_a_stopped_writers_slots_are_not_reused_and_its_commit_is_refused(client: Client, wait_until: Any) -> None:
     ns = open_ns(client)
     with child(stopped_writer, str(client._session._path)) as (process, pipe):
         assert pipe.recv() == 4
@@ -154,11 +153,11 @@ def test_a_killed_process_gives_everything_back_at_once(client: Client, wait_unt
     """Case 11: killed while it writes and while it reads."""
     ns = open_ns(client)
     ns.put(prompt(1), content(1))
-    with child(stopped_reader, str(client._session._path)) as (reader, reads):
-        with child(stopped_writer, str(client._session._path)) as (writer, writes):
-            assert (reads.recv(), writes.recv()) == (4, 4)
-            os.kill(reader.pid, signal.SIGKILL)
-            os.kill(writer.pid, signal.SIGKILL)
+    path = str(client._session._path)
+    with child(stopped_reader, path) as (reader, reads), child(stopped_writer, path) as (writer, writes):
+        assert (reads.recv(), writes.recv()) == (4, 4)
+        os.kill(reader.pid, signal.SIGKILL)
+        os.kill(writer.pid, signal.SIGKILL)
     wait_until(lambda: client.stats()["sessions"] == 1, "both processes are seen to be gone")
     stats = client.stats()
     assert stats["leases"] == stats["leases_ended_unacknowledged"] == 0
@@ -188,9 +187,7 @@ def silent(path: str, pipe: Connection) -> None:
         pipe.recv()
 
 
-def test_a_client_without_heartbeat_loses_its_rights_and_may_come_back(
-    start_daemon: Any, wait_until: Any
-) -> None:
+def test_a_client_without_heartbeat_loses_its_rights_and_may_come_back(start_daemon: Any, wait_until: Any) -> None:
     daemon = start_daemon(heartbeat_s=0.1)
     with Client(daemon.config.socket_path, timeout_s=5.0) as client:
         ns = open_ns(client)
@@ -198,9 +195,7 @@ def test_a_client_without_heartbeat_loses_its_rights_and_may_come_back(
         with child(silent, str(daemon.config.socket_path)) as (process, pipe):
             assert pipe.recv() == 4
             os.kill(process.pid, signal.SIGSTOP)
-            wait_until(
-                lambda: client.stats()["leases_ended_unacknowledged"] == 1, "the silent one is cut off"
-            )
+            wait_until(lambda: client.stats()["leases_ended_unacknowledged"] == 1, "the silent one is cut off")
             os.kill(process.pid, signal.SIGCONT)
             pipe.send("go")
             valid, n_again, _ = pipe.recv()
@@ -239,9 +234,7 @@ def test_a_retired_region_counts_until_the_client_lets_go(client: Client, wait_u
             own = open_ns(writer)
             fill(own, 100, 300)
             assert own.match(prompt(1)).n_blocks == 0
-            wait_until(
-                lambda: float(writer.stats()["dram_retired_mapped_bytes"]) > 0, "the old region is retired"
-            )
+            wait_until(lambda: float(writer.stats()["dram_retired_mapped_bytes"]) > 0, "the old region is retired")
             np.testing.assert_array_equal(kept, content(1)[0])
             del kept
             wait_until(lambda: writer.stats()["dram_retired_mapped_bytes"] == 0, "the reader unmaps it")

@@ -151,9 +151,7 @@ def test_a_payload_that_is_no_message_is_answered_and_the_connection_goes_on(raw
         (Method.HELLO, pb.HelloRequest(), pb.BAD_INPUT, "HELLO"),
     ],
 )
-def test_requests_that_cant_be_done_are_answered(
-    raw: Raw, method: int, message: Any, code: int, words: str
-) -> None:
+def test_requests_that_cant_be_done_are_answered(raw: Raw, method: int, message: Any, code: int, words: str) -> None:
     hello(raw)
     raw.receive()
     raw.send(method, message)

@@ -39,9 +39,7 @@ def test_a_lease_gives_the_bytes_that_were_put(rig: Rig) -> None:
     ("first", "most", "n_blocks", "rows"),
     [(0, 0, 4, range(4)), (1, 0, 4, range(1, 4)), (0, 2, 2, range(2)), (1, 3, 3, range(1, 3)), (4, 0, 4, ())],
 )
-def test_a_lease_takes_the_part_that_was_asked_for(
-    rig: Rig, first: int, most: int, n_blocks: int, rows: Any
-) -> None:
+def test_a_lease_takes_the_part_that_was_asked_for(rig: Rig, first: int, most: int, n_blocks: int, rows: Any) -> None:
     prompt = rig.rows(4, tag=1)
     rig.put(ALICE, prompt)
     lease = rig.store.lease(BOB, prompt, first, most)

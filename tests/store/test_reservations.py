@@ -125,9 +125,7 @@ def end_by_death(rig: Rig, reservation_id: int) -> None:
 
 @pytest.mark.parametrize("end", [end_by_abort, end_by_commit, end_by_death])
 @pytest.mark.parametrize("cause", ["deadline", "cut off"])
-def test_slots_of_a_silent_writer_come_back_only_when_it_can_not_write_any_more(
-    rig: Rig, cause: str, end: Any
-) -> None:
+def test_slots_of_a_silent_writer_come_back_only_when_it_can_not_write_any_more(rig: Rig, cause: str, end: Any) -> None:
     """Case 11 of the public reports, and invariant 4 for writers."""
     prompt = rig.rows(8, tag=1)
     reservation = rig.reserve(ALICE, prompt)

@@ -83,9 +83,7 @@ def test_ten_times_the_capacity_never_exceeds_it(make_rig: MakeRig) -> None:
 
 
 @pytest.mark.parametrize("writers", [1, 2])
-@pytest.mark.parametrize(
-    ("sizes_kib", "blocks_of_a_turn"), [((4, 12), 3), ((4, 8), 3), ((12, 20), 3), ((4, 12), 120)]
-)
+@pytest.mark.parametrize(("sizes_kib", "blocks_of_a_turn"), [((4, 12), 3), ((4, 8), 3), ((12, 20), 3), ((4, 12), 120)])
 def test_two_block_sizes_in_turn_use_the_tier(
     make_rig: MakeRig, sizes_kib: tuple[int, int], blocks_of_a_turn: int, writers: int
 ) -> None:
@@ -108,9 +106,7 @@ def test_two_block_sizes_in_turn_use_the_tier(
 
 
 @pytest.mark.parametrize("same_class", [True, False])
-def test_after_a_writers_death_the_next_one_has_room_with_its_first_put(
-    make_rig: MakeRig, *, same_class: bool
-) -> None:
+def test_after_a_writers_death_the_next_one_has_room_with_its_first_put(make_rig: MakeRig, *, same_class: bool) -> None:
     rig = make_rig(capacity_bytes=512 * KIB)
     for tag in range(1, 40):
         rig.put(ALICE, rig.rows(4, tag=tag))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -185,9 +185,7 @@ class StoreMachine(RuleBasedStateMachine):
         table = self.store.index.table
         there = {table.key[block].tobytes() for block in table.alive()}
         gone = {
-            key
-            for key in self.stored
-            if (path := self.ask(key)).path.keys(path.root_key)[-1].tobytes() not in there
+            key for key in self.stored if (path := self.ask(key)).path.keys(path.root_key)[-1].tobytes() not in there
         }
         assert not gone & self.protected()
         assert len(gone) == self.store.counters["evicted_blocks"] - before
@@ -264,9 +262,7 @@ class StoreMachine(RuleBasedStateMachine):
         n = dice.randint(1, len(keys) - first)
         before = self.store.counters["skipped_blocks"]
         depth = self.depth(prompt)
-        reservation = self.store.begin_reserve(
-            dice.choice(writers), self.ask(prompt), first, n, dice.choice(TTLS_S)
-        )
+        reservation = self.store.begin_reserve(dice.choice(writers), self.ask(prompt), first, n, dice.choice(TTLS_S))
         if depth < first:
             assert reservation.skipped_reason
             assert self.store.counters["skipped_blocks"] == before + n
@@ -452,9 +448,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert len(pin.ids) == len(keys)
         assert bool(pin.id) == bool(keys)
         if keys:
-            self.pins.append(
-                Held(pin.id, prompt[0], self.now_s + min(ttl_s or 10.0, 40.0), {number: True}, keys)
-            )
+            self.pins.append(Held(pin.id, prompt[0], self.now_s + min(ttl_s or 10.0, 40.0), {number: True}, keys))
 
     def unpin(self, dice: random.Random) -> None:
         if not self.pins:
@@ -493,9 +487,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.rig.clock.advance(dice.choice([0.5, 1.0, 3.0, 10.0]))
         if dice.random() < 0.3:
             return
-        due = {
-            held.id for held in self.leases + self.writes if not held.ended and held.deadline_s <= self.now_s
-        }
+        due = {held.id for held in self.leases + self.writes if not held.ended and held.deadline_s <= self.now_s}
         ended = {claim.id for claim in self.store.expire() if claim.holders}
         if self.moving is not None:
             ended.discard(self.moving[0].id)
@@ -514,9 +506,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def every_byte_is_accounted_for(self) -> None:
         facts = self.rig.dram.stats()
-        parts = [
-            facts[f"{name}_bytes"] for name in ("used", "reserved", "quarantined", "retired_mapped", "free")
-        ]
+        parts = [facts[f"{name}_bytes"] for name in ("used", "reserved", "quarantined", "retired_mapped", "free")]
         assert min(parts) >= 0
         assert sum(parts) <= CAPACITY_BYTES
         assert facts["used_bytes"] == sum(SPACES[space][1] for space, _ in self.stored)
@@ -558,7 +548,10 @@ def test_the_store_is_what_plain_dictionaries_say(rig_class: Callable[..., Any])
             stateful_step_count=12,
             deadline=None,
             derandomize=True,
-            phases=[Phase.explicit, Phase.generate],  # a failing run has hundreds of steps: shrinking takes too long
+            phases=[
+                Phase.explicit,
+                Phase.generate,
+            ],  # a failing run has hundreds of steps: shrinking takes too long
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -76,9 +76,7 @@ def test_impossible_sizes_are_named(arguments: dict[str, int], words: str) -> No
     assert open_files() == before
 
 
-@pytest.mark.parametrize(
-    ("slot_bytes", "n", "words"), [(0, 1, "0"), (5000, 1, "5000"), (PAGE, -1, "n is -1")]
-)
+@pytest.mark.parametrize(("slot_bytes", "n", "words"), [(0, 1, "0"), (5000, 1, "5000"), (PAGE, -1, "n is -1")])
 def test_impossible_requests_are_named(tier: DramTier, slot_bytes: int, n: int, words: str) -> None:
     with pytest.raises(BadInputError, match=words):
         tier.allocate(1, "a", slot_bytes, n)
@@ -273,9 +271,7 @@ def test_locations_lead_a_reader_to_the_bytes(tier: DramTier) -> None:
         "uint64",
         "uint64",
     ]
-    for slot, region_id, offset in zip(
-        slots.tolist(), at.region_ids.tolist(), at.offsets.tolist(), strict=True
-    ):
+    for slot, region_id, offset in zip(slots.tolist(), at.region_ids.tolist(), at.offsets.tolist(), strict=True):
         region = tier.region(region_id)
         bytes_there = os.pread(region.fd, region.slot_bytes, offset)
         assert bytes_there == bytes([slot % 251]) * region.slot_bytes
@@ -285,15 +281,11 @@ def test_locations_lead_a_reader_to_the_bytes(tier: DramTier) -> None:
     assert tier.addresses(shuffled).tolist() == firsts[::-2]
 
 
-@pytest.mark.parametrize(
-    "which", [slice(0, 9), slice(9, 11), slice(None), slice(0, 0), slice(None, None, -2)]
-)
+@pytest.mark.parametrize("which", [slice(0, 9), slice(9, 11), slice(None), slice(0, 0), slice(None, None, -2)])
 def test_a_description_is_enough_to_find_slots(tier: DramTier, which: slice) -> None:
     slots = np.concatenate((tier.allocate(1, "a", 2 * PAGE, 9), tier.allocate(2, "a", PAGE, 2)))[which]
     found = tier.describe(slots)
-    regions = dict(
-        zip(found.region_ids, zip(found.slot_bytes, found.generation_bases, strict=True), strict=True)
-    )
+    regions = dict(zip(found.region_ids, zip(found.slot_bytes, found.generation_bases, strict=True), strict=True))
     assert set(regions) == set(regions_of(slots))
     at = tier.locate(slots)
     for i, slot in enumerate(slots.tolist()):
@@ -399,9 +391,7 @@ def test_retiring_stops_when_enough_is_retired(tier: DramTier) -> None:
 
 
 @pytest.mark.parametrize("asker", [(2, "a", PAGE), (1, "b", PAGE), (1, "a", 2 * PAGE)])
-def test_what_the_asker_cannot_use_is_retired_and_the_rest_stays(
-    tier: DramTier, asker: tuple[int, str, int]
-) -> None:
+def test_what_the_asker_cannot_use_is_retired_and_the_rest_stays(tier: DramTier, asker: tuple[int, str, int]) -> None:
     mine = tier.allocate(*asker, 1)
     other = tier.allocate(1, "a", PAGE, 1)
     busy = tier.allocate(3, "a", PAGE, 1)

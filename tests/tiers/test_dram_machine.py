@@ -120,11 +120,7 @@ class TierMachine(RuleBasedStateMachine):
     def some(self, picks: Picks, *states: str) -> list[int]:
         """A part of the slots in these states, except those of a reclaim under way."""
         share, seed = picks
-        held = (
-            set()
-            if self.reclaim is None
-            else {*self.reclaim.src_slots.tolist(), *self.reclaim.dst_slots.tolist()}
-        )
+        held = set() if self.reclaim is None else {*self.reclaim.src_slots.tolist(), *self.reclaim.dst_slots.tolist()}
         fit = sorted(slot for slot, known in self.slots.items() if known.state in states and slot not in held)
         n = len(fit) if share == 1 else round(len(fit) * share)
         chosen: list[int] = np.random.default_rng(seed).permutation(as_slots(fit))[:n].tolist()

@@ -39,10 +39,7 @@ def store(tier: DramTier, writer: int, n: int, slot_bytes: int = PAGE, tenant: s
 
 
 def holds(tier: DramTier, slots: Int64s) -> bool:
-    return all(
-        (tier.view(slot).view(np.int64) == tag).all()
-        for slot, tag in zip(slots, tier.tags(slots), strict=True)
-    )
+    return all((tier.view(slot).view(np.int64) == tag).all() for slot, tag in zip(slots, tier.tags(slots), strict=True))
 
 
 def planned(tier: DramTier, writer: int, tenant: str, slot_bytes: int) -> Reclaim:
@@ -276,9 +273,7 @@ class OldestFirst:
 
 @pytest.mark.parametrize("writers", [(1, 1), (1, 2)], ids=["one writer", "two writers"])
 @pytest.mark.parametrize("rounds", [1, 6])
-def test_two_specs_alternating_over_a_full_tier_use_nine_tenths_of_it(
-    writers: tuple[int, int], rounds: int
-) -> None:
+def test_two_specs_alternating_over_a_full_tier_use_nine_tenths_of_it(writers: tuple[int, int], rounds: int) -> None:
     with DramTier(640 * PAGE, region_bytes=32 * PAGE, starter_bytes=8 * PAGE, prefault=False) as tier:
         store = OldestFirst(tier, seed=3)
         store.put(writers[0], PAGE, 640)

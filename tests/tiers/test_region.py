@@ -131,9 +131,7 @@ def test_closing_gives_the_descriptor_and_the_memory_back() -> None:
     made.close()
     with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
         os.fstat(fd)
-    assert not any(
-        line.startswith(f"{address:x}-") for line in Path("/proc/self/maps").read_text().splitlines()
-    )
+    assert not any(line.startswith(f"{address:x}-") for line in Path("/proc/self/maps").read_text().splitlines())
     with pytest.raises(IntegrityError, match="closed"):
         _ = made.array
 

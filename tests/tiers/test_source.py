@@ -169,9 +169,7 @@ def test_the_budget_holds_while_the_thread_and_a_taker_compete() -> None:
     source = RegionSource(capacity, MIB, 256 << 10, prefault=True)
     held: list[Region] = []
     for step in range(150):
-        region = source.obtain(
-            (step % 7 + 1) * 300 * 1024 // PAGE * PAGE, PAGE * (step % 3 + 1), exact=step % 2 == 0
-        )
+        region = source.obtain((step % 7 + 1) * 300 * 1024 // PAGE * PAGE, PAGE * (step % 3 + 1), exact=step % 2 == 0)
         if region is not None:
             held.append(region)
         if region is None or step % 3 == 0:
