@@ -133,7 +133,8 @@ def bandwidth_tables(report: BandwidthReport) -> list[Table]:
 
 def print_tables(tables: Sequence[Table], console: Console | None = None) -> None:
     """Print to stdout (or ``console``)."""
-    console = console or Console()
+    # A file or a pipe has no width of its own; the tables need more than the 80 columns assumed for it.
+    console = console or Console(width=None if sys.stdout.isatty() else 140)
     for table in tables:
         console.print(table)
 
@@ -189,7 +190,7 @@ def _copy_table(report: BandwidthReport) -> Table:
 def _lookup_table(report: BandwidthReport) -> Table:
     table = Table(
         "operation", "rows", "blocks", "block", "p50 µs", "p99 µs", "x echo", "x grpc echo", "copy µs",
-        title="Lookups of a resident prefix (copy: what numpy would need to move its bytes)",
+        title="Lookups of a resident prefix; lease = match and hold in one call (copy: what numpy would need to move its bytes)",
     )  # fmt: skip
     for column in table.columns[2:]:
         column.justify = "right"

@@ -262,7 +262,8 @@ def test_a_lease_is_usable_from_another_connection_of_the_tenant(ns: NamespaceHa
     tokens, blocks = tokens_of(3), blocks_of(3)
     ns.put(tokens, blocks)
     path = client._session._path
-    with ns.lease(tokens, first_block=1) as lease, Client(path, timeout_s=5.0) as other:
+    stranger = Client(path, tenant="b", timeout_s=5.0)
+    with stranger, ns.lease(tokens, first_block=1) as lease, Client(path, timeout_s=5.0) as other:
         with other.attach(lease.id, BLOCK_BYTES) as theirs:
             lease.release()
             assert theirs.first_block == 1
@@ -270,9 +271,8 @@ def test_a_lease_is_usable_from_another_connection_of_the_tenant(ns: NamespaceHa
             assert client.stats()["leases"] == 1
         with pytest.raises(EndedError):
             other.attach(lease.id, BLOCK_BYTES)
-        with ns.lease(tokens) as mine, Client(path, tenant="b", timeout_s=5.0) as stranger:
-            with pytest.raises(EndedError):
-                stranger.attach(mine.id, BLOCK_BYTES)
+        with ns.lease(tokens) as mine, pytest.raises(EndedError):
+            stranger.attach(mine.id, BLOCK_BYTES)
 
 
 def test_pins_keep_blocks_under_pressure(ns: NamespaceHandle) -> None:

@@ -1,0 +1,118 @@
+"""The command line as a user meets it: results, JSON, exit codes, and no traceback for a user's mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.cli.daemon_process import own_daemon
+from kvstore.errors import UnavailableError
+
+REPORT_KEYS = {
+    "requests", "block_accesses", "unique_blocks", "block_hit_ratio", "token_hit_ratio", "any_hit_ratio", "tiers",
+    "mismatches",
+}  # fmt: skip
+
+
+def kvstore(*arguments: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvstore.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def report(*arguments: str) -> dict[str, Any]:
+    done = kvstore(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    loaded: dict[str, Any] = json.loads(done.stdout)
+    return loaded
+
+
+def test_a_generated_replay_reports_every_figure_and_agrees_with_the_simulation() -> None:
+    real = report("replay", "--limit", "60", "--capacity-percent", "100")
+    simulated = report("replay", "--limit", "60", "--capacity-percent", "100", "--simulate")
+    assert real.keys() >= REPORT_KEYS
+    assert simulated.keys() >= REPORT_KEYS
+    assert real["mismatches"] == 0
+    assert real["requests"] == simulated["requests"] == 60
+    assert real["token_hit_ratio"] == pytest.approx(simulated["token_hit_ratio"], abs=1e-9)
+    assert 0 < real["block_hit_ratio"] < 1
+    assert real["tiers"]["dram"]["bytes_written"] > 0
+
+
+def test_several_clients_replay_a_trace_file_with_no_wrong_byte(tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    ids = [[*range(8), *range(100 + 4 * (i % 40), 104 + 4 * (i % 40))] for i in range(200)]
+    lines = [
+        {"timestamp": 10 * i, "input_length": 512 * 12, "output_length": 4, "hash_ids": ids[i]} for i in range(200)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = report("replay", str(trace), "--clients", "3", "--capacity-percent", "50", "--block-bytes", "16KiB")
+    assert result["mismatches"] == 0
+    assert result["block_accesses"] == 2400
+    assert result["unique_blocks"] == 168
+    assert result["block_hit_ratio"] > 0.6
+
+
+def test_a_report_and_a_picture_are_left(tmp_path: Path) -> None:
+    done = kvstore("replay", "--simulate", "--limit", "30", "--output", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["requests"] == 30
+    assert (tmp_path / "out" / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["frobnicate"], 2, "frobnicate"),
+        (["replay", "--no-such"], 2, "--no-such"),
+        (["replay", "/nowhere/t.jsonl"], 2, "/nowhere/t.jsonl"),
+        (["replay", "--limit", "0"], 2, "limit"),
+        (["replay", "--capacity-percent", "5", "--capacity-blocks", "7"], 2, "not both"),
+        (["replay", "--capacity-percent", "-1"], 2, "-1"),
+        (["replay", "--policy", "mru"], 2, "mru"),
+        (["replay", "--block-bytes", "many"], 2, "many"),
+        (["replay", "--clients", "0"], 2, "clients"),
+        (["replay", "--connect", "/nowhere/s.sock", "--limit", "3"], 1, "kvstore serve"),
+        (["status", "--socket", "/nowhere/s.sock"], 1, "kvstore serve"),
+        (["serve", "--dram", "5 bananas"], 2, "bananas"),
+        (["serve", "--dram", "1KiB"], 2, "1024"),
+        (["serve", "--dram", "999TiB"], 2, "--dram"),
+        (["serve", "--socket", "/x" * 60], 2, "longer than"),
+        (["serve", "--heartbeat", "0"], 2, "heartbeat"),
+        (["serve", "--region-bytes", "7"], 2, "7"),
+        (["bench", "bandwidth", "--pairs", "0"], 2, "pairs"),
+    ],
+)
+def test_mistakes_are_named_with_a_way_out(arguments: list[str], code: int, words: str) -> None:
+    done = kvstore(*arguments)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+
+
+def test_status_and_replay_use_a_running_daemon() -> None:
+    with own_daemon(["--dram", "32MiB", "--policy-clock", "client"]) as path:
+        assert report("status", "--socket", str(path))["dram_capacity_bytes"] == 32 << 20
+        result = report("replay", "--connect", str(path), "--limit", "30", "--block-bytes", "16KiB")
+        assert result["mismatches"] == 0
+        table = kvstore("status", "--socket", str(path))
+        assert "committed_blocks" in table.stdout
+
+
+def test_the_demo_runs_once_and_leaves_nothing(tmp_path: Path) -> None:
+    done = kvstore("demo", "--once", "--socket", str(tmp_path / "d.sock"), "--dram", "64MiB")
+    assert done.returncode == 0, done.stderr
+    assert "block hit ratio" in done.stdout
+    assert not (tmp_path / "d.sock").exists()
+
+
+def test_a_daemon_that_cant_start_is_reported(tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    with pytest.raises(UnavailableError, match="exit code 2"), own_daemon(["--dram", "8MiB"], taken):
+        pytest.fail("it must not start")
