@@ -35,6 +35,8 @@ def store(tier: DramTier, writer: int, n: int, slot_bytes: int = PAGE, tenant: s
     for slot in slots.tolist():
         tier.view(slot).view(np.int64)[:] = slot
     tier.commit(slots, slots)
+    for region_id in np.unique(slots >> 20).tolist():
+        tier.seal(region_id)  # the writer has mapped it
     return slots
 
 
@@ -106,6 +108,24 @@ def test_blocks_without_a_writer_never_move_to_where_a_client_writes(tier: DramT
     assert reclaim.source_region_id == mine[0] >> 20 or reclaim.source_region_id == orphan[0] >> 20
     assert set((reclaim.dst_slots >> 20).tolist()) <= {int(orphan[0] >> 20)}
     tier.abort_reclaim(reclaim)
+
+
+def test_a_region_that_its_writer_has_yet_to_map_takes_no_copies(tier: DramTier) -> None:
+    """Readers could not get its descriptor yet."""
+    old = store(tier, 1, 16)
+    fresh = int(tier.allocate(1, "a", PAGE, 1)[0]) >> 20
+    store(tier, 3, 32)
+    tier.free(old[4:])
+    assert not tier.region(fresh).sealed
+
+    def is_old(tags: Int64s) -> NDArray[np.bool_]:
+        return np.isin(tags, old)
+
+    assert tier.plan_reclaim(2, "a", PAGE, is_old) is None
+    tier.seal(fresh)
+    reclaim = tier.plan_reclaim(2, "a", PAGE, is_old)
+    assert reclaim is not None
+    assert set((reclaim.dst_slots >> 20).tolist()) == {fresh}
 
 
 def test_the_daemon_makes_room_no_larger_than_needed_while_the_budget_lasts(tier: DramTier) -> None:
