@@ -27,6 +27,7 @@ docs-check: $(READY)
 
 bench: $(READY)
 	$(BIN)/kvstore bench bandwidth --output $(RESULTS)/bandwidth
+	$(BIN)/kvstore bench index --output $(RESULTS)/index
 	$(BIN)/kvstore replay --output $(RESULTS)/replay
 
 proto: $(READY)

@@ -7,10 +7,7 @@ compare is ``(a == b).all()`` over two arrays of 131,072 uint32 tokens. Memory i
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import sys
 import tracemalloc
 from collections.abc import Callable
 from statistics import median
@@ -19,6 +16,7 @@ from time import perf_counter_ns
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.errors import BadInputError
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.policy import make_policy
 from kvstore.prefix_index.rows import RowPath
@@ -30,18 +28,32 @@ Tokens = NDArray[np.uint32]
 
 
 def run(
-    pairs: int = 40, large_blocks: int = 1_000_000, memory_blocks: int = 50_000, children: int = 10_000
+    pairs: int = 40,
+    large_blocks: int = 1_000_000,
+    memory_blocks: int = 50_000,
+    children: int = 10_000,
+    step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, float]:
-    """All figures by name; prints nothing. Takes one to two minutes and about 0.7 GB with the defaults."""
+    """All figures by name; ``step`` is told what is measured next. Takes one to two minutes and about 0.7 GB.
+
+    Raises BadInputError for fewer than 20 pairs or a large tree that is not large.
+    """
+    if pairs < 20 or large_blocks < 20_000:
+        raise BadInputError(f"{pairs} pairs and {large_blocks} blocks; give at least 20 pairs and 20000 blocks")
     figures: dict[str, float] = {"pairs": pairs, "prompt_tokens": PROMPT_TOKENS}
     for block_tokens in (16, 512):
         for edges in (16, 256):
+            step(f"a match over {edges} edges, blocks of {block_tokens} tokens")
             _edges(figures, block_tokens, edges, pairs)
+    step(f"trees of {large_blocks:,} and of 10,000 blocks")
     _size(figures, large_blocks, pairs)
     for block_tokens in (16, 512):
+        step(f"{children:,} children under one node, blocks of {block_tokens} tokens")
         _children(figures, block_tokens, children, pairs)
     for block_tokens in (16, 512):
+        step(f"memory, blocks of {block_tokens} tokens")
         _memory(figures, block_tokens, memory_blocks if block_tokens == 16 else memory_blocks // 10)
+    step("eviction")
     _eviction(figures, min(large_blocks, 100_000))
     return figures
 
@@ -192,20 +204,3 @@ def _eviction(figures: dict[str, float], n_blocks: int) -> None:
         slices.append(perf_counter_ns() - start)
     figures["evict_64_p50_us"] = median(slices) / 1000
     figures["evict_64_max_us"] = max(slices) / 1000
-
-
-def main(argv: list[str] | None = None) -> int:
-    """``python -m kvstore.bench.index_speed [--pairs N] [--large-blocks N]``: one JSON object on stdout."""
-    parser = argparse.ArgumentParser(prog="kvstore.bench.index_speed", description=__doc__)
-    parser.add_argument("--pairs", type=int, default=40, help="pairs per ratio (at least 20)")
-    parser.add_argument("--large-blocks", type=int, default=1_000_000, help="blocks in the large tree")
-    options = parser.parse_args(argv)
-    if options.pairs < 20 or options.large_blocks < 20_000:
-        parser.error("--pairs must be at least 20 and --large-blocks at least 20000")
-    figures = run(pairs=options.pairs, large_blocks=options.large_blocks)
-    sys.stdout.write(json.dumps({k: round(v, 3) for k, v in figures.items()}, indent=2) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

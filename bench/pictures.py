@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,25 @@ def draw_bandwidth(path: Path, report: BandwidthReport) -> None:
     _draw_lookups(right, report.lookups)
     batch = _size(report.batch_bytes)
     figure.suptitle(f"kvstore against this machine's limits: {report.pairs} pairs, batches of {batch}")
+    _save(figure, path)
+
+
+def draw_index(path: Path, figures: Mapping[str, float]) -> None:
+    """Matching time as multiples of its yardstick, and memory by shape of the tree."""
+    figure, (left, right) = _new_figure(13.0, 5.0, columns=2, widths=(3, 2))
+    times = {name.removesuffix("_ratio"): value for name, value in figures.items() if name.endswith("_ratio")}
+    bars = left.barh([name.replace("_", " ") for name in times], list(times.values()), color=_BLUE)
+    left.bar_label(bars, fmt="%.2f", padding=3)
+    left.axvline(1, color=_GREY, linestyle=":")
+    left.invert_yaxis()
+    left.set_xlabel("edges: times one numpy comparison of the prompt; others: times the small tree")
+    memory = {name: value for name, value in figures.items() if name.startswith("bytes_per_block")}
+    names = [name.removeprefix("bytes_per_block_").replace("_", " ") for name in memory]
+    bars = right.barh(names, list(memory.values()), color=_ORANGE)
+    right.bar_label(bars, fmt="%.0f", padding=3)
+    right.invert_yaxis()
+    right.set_xlabel("bytes a block, beside its row")
+    figure.suptitle("Prefix index: time of a match and memory of a block")
     _save(figure, path)
 
 

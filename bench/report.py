@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,11 @@ def simulation_tables(report: SimulationReport) -> list[Table]:
 def bandwidth_tables(report: BandwidthReport) -> list[Table]:
     """Limits, bytes moved, lookups."""
     return [_limits_table(report), _copy_table(report), _lookup_table(report)]
+
+
+def index_table(figures: Mapping[str, float]) -> Table:
+    """The index's figures, one a row."""
+    return _facts_table("Prefix index", [(name.replace("_", " "), f"{value:,.2f}") for name, value in figures.items()])
 
 
 def print_tables(tables: Sequence[Table], console: Console | None = None) -> None:

@@ -9,8 +9,8 @@ import click
 
 from kvstore.bench import index_speed
 from kvstore.bench.bandwidth import BandwidthOptions, run_bandwidth
-from kvstore.bench.pictures import draw_bandwidth
-from kvstore.bench.report import bandwidth_tables, print_tables, save
+from kvstore.bench.pictures import draw_bandwidth, draw_index
+from kvstore.bench.report import bandwidth_tables, index_table, print_tables, save
 from kvstore.cli.daemon_process import own_daemon
 from kvstore.cli.params import SIZE, json_option, output_option
 from kvstore.errors import IntegrityError
@@ -50,7 +50,7 @@ def bandwidth(pairs: int, dram_bytes: int, block_sizes: str, output: Path | None
     sizes = tuple(SIZE.convert(size, None, None) for size in block_sizes.split(","))
     options = BandwidthOptions(pairs=pairs, dram_bytes=dram_bytes, block_sizes=sizes)
     with own_daemon(["--dram", str(dram_bytes)]) as socket_path:
-        report = run_bandwidth(options, str(socket_path), step=lambda what: click.echo(f"measuring {what}", err=True))
+        report = run_bandwidth(options, str(socket_path), step=_tell)
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=2))
     else:
@@ -63,12 +63,21 @@ def bandwidth(pairs: int, dram_bytes: int, block_sizes: str, output: Path | None
 
 
 @bench.command()
+@click.option("--pairs", type=int, default=40, show_default=True, help="Pairs of measurements per ratio.")
+@click.option("--blocks", type=int, default=1_000_000, show_default=True, help="Blocks in the large tree.")
+@output_option
 @json_option
-def index(as_json: bool) -> None:
-    """Matching in the prefix index, paired with one numpy comparison of the tokens."""
-    figures = index_speed.run()
+def index(pairs: int, blocks: int, output: Path | None, as_json: bool) -> None:
+    """Matching in the prefix index, paired with one numpy comparison of the tokens; memory of a block."""
+    figures = index_speed.run(pairs, blocks, step=_tell)
     if as_json:
         click.echo(json.dumps(figures, indent=2))
-        return
-    for name, value in figures.items():
-        click.echo(f"{name:48} {value:12.3f}")
+    else:
+        print_tables([index_table(figures)])
+    if output is not None:
+        for line in save(output, {"mode": "index", **figures}, lambda path: draw_index(path, figures)):
+            click.echo(line, err=True)
+
+
+def _tell(what: str) -> None:
+    click.echo(f"measuring {what}", err=True)
