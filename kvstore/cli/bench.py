@@ -63,8 +63,12 @@ def bandwidth(pairs: int, dram_bytes: int, block_sizes: str, output: Path | None
 
 
 @bench.command()
-@click.option("--pairs", type=int, default=40, show_default=True, help="Pairs of measurements per ratio.")
-@click.option("--blocks", type=int, default=1_000_000, show_default=True, help="Blocks in the large tree.")
+@click.option(
+    "--pairs", type=click.IntRange(20), default=40, show_default=True, help="Pairs of measurements per ratio."
+)
+@click.option(
+    "--blocks", type=click.IntRange(20_000), default=1_000_000, show_default=True, help="Blocks in the large tree."
+)
 @output_option
 @json_option
 def index(pairs: int, blocks: int, output: Path | None, as_json: bool) -> None:
