@@ -38,8 +38,8 @@ $(READY): pyproject.toml kvstore/native/streamcopy.c
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy python3-venv gcc libc6-dev && $(PYTHON) -m venv $(VENV); } \
 	  || { echo "python3 -m venv does not work here: apt-get install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(BIN)/python -m pip install -qq --upgrade pip
+	$(BIN)/python -m pip install -qq -e '.[dev]'
 	@touch $@
 
 clean:

@@ -33,7 +33,8 @@ DEFAULT_CAPACITY_PERCENT = 5.0
 class ReplayOptions:
     """What to replay and how. Without ``trace`` the conversations are generated.
 
-    Capacity is a percentage of the unique blocks or a number of blocks, not both; 5% when neither is given.
+    Capacity is a percentage of the unique blocks or a number of blocks, not both. When neither is given it is
+    5%, but at least what the smallest daemon holds.
     """
 
     trace: Path | None = None
@@ -55,7 +56,8 @@ class ReplayOptions:
             work.capacity_blocks(1, self.capacity_percent)
         for name, most in (("block_bytes", MAX_BLOCK_BYTES), ("clients", MAX_CLIENTS)):
             if not 1 <= getattr(self, name) <= most:
-                raise BadInputError(f"{name} is {getattr(self, name)}; it must be from 1 to {most}")
+                option = f"--{name.replace('_', '-')}"
+                raise BadInputError(f"{name} ({option}) is {getattr(self, name)}; it must be from 1 to {most}")
         for name in ("capacity_blocks", "limit"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -71,8 +73,10 @@ class ReplayOptions:
         """Room in blocks."""
         if self.capacity_blocks is not None:
             return self.capacity_blocks
-        percent = DEFAULT_CAPACITY_PERCENT if self.capacity_percent is None else self.capacity_percent
-        return work.capacity_blocks(workload.unique_blocks, percent)
+        if self.capacity_percent is not None:
+            return work.capacity_blocks(workload.unique_blocks, self.capacity_percent)
+        least = MIB // work.dram_capacity_bytes(1, self.block_bytes)
+        return max(work.capacity_blocks(workload.unique_blocks, DEFAULT_CAPACITY_PERCENT), least)
 
     def dram_bytes(self, workload: Workload) -> int:
         """What the DRAM tier of the daemon must be given for that room.
@@ -85,7 +89,7 @@ class ReplayOptions:
             least = -(-MIB * blocks // n_bytes)
             raise BadInputError(
                 f"a capacity of {blocks} blocks of {self.block_bytes} bytes is below a daemon's least, 1 MiB"
-                f": replay more requests, or give a capacity of at least {least} blocks"
+                f": replay more requests, or give --capacity-blocks {least} or more"
             )
         return n_bytes
 
@@ -189,7 +193,8 @@ def _merge(
         name=workload.name,
         counts=counts,
         unique_blocks=workload.unique_blocks,
-        capacity_blocks=options.capacity(workload),
+        # What the daemon really has; one that was running before may have more or less than was asked for.
+        capacity_blocks=int(stats["dram_capacity_bytes"]) // work.dram_capacity_bytes(1, options.block_bytes),
         clients=options.clients,
         block_bytes=options.block_bytes,
         policy=options.policy,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,20 @@ def progress_bar(description: str, total: int, show: bool | None = None) -> Iter
         yield lambda done: bar.advance(task, done)
 
 
+def prepare(folder: Path) -> None:
+    """Make the folder of a report, before the work that it is to hold. Raises BadInputError if that can't be done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> BadInputError:
+    return BadInputError(f"{folder}: can't be written to ({error.strerror or error}); choose another --output")
+
+
 def save(folder: Path, report: dict[str, Any], plot: Plot | None) -> list[str]:
     """Write ``report.json`` and ``picture.png`` below ``folder``; returns a line for people about each.
 
@@ -54,9 +69,7 @@ def save(folder: Path, report: dict[str, Any], plot: Plot | None) -> list[str]:
         if plot is not None:
             lines.append(_draw(folder / PICTURE_NAME, plot))
     except OSError as error:
-        raise BadInputError(
-            f"{folder}: can't be written to ({error.strerror or error}); choose another --output"
-        ) from error
+        raise _unwritable(folder, error) from error
     return lines
 
 
@@ -74,7 +87,7 @@ def _draw(path: Path, plot: Plot) -> str:
     try:
         plot(path)
     except ImportError:
-        return "picture: left out, matplotlib is not installed (pip install 'kvstored[bench]')"
+        return "picture: left out, matplotlib is not installed (pip install '.[bench]' from a checkout)"
     return f"picture: {path}"
 
 
@@ -136,10 +149,17 @@ def index_table(figures: Mapping[str, float]) -> Table:
     return _facts_table("Prefix index", [(name.replace("_", " "), f"{value:,.2f}") for name, value in figures.items()])
 
 
+class PipeConsole(Console):
+    """A console that reports a reader that has gone as BrokenPipeError, instead of ending the program."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def print_tables(tables: Sequence[Table], console: Console | None = None) -> None:
     """Print to stdout (or ``console``)."""
     # A file or a pipe has no width of its own; the tables need more than the 80 columns assumed for it.
-    console = console or Console(width=None if sys.stdout.isatty() else 140)
+    console = console or PipeConsole(width=None if sys.stdout.isatty() else 140)
     for table in tables:
         console.print(table)
 

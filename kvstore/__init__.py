@@ -28,6 +28,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     # Loaded on first use, so that importing one leaf does not import the client and numpy.
     home = _HOME.get(name)

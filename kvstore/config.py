@@ -55,6 +55,17 @@ def default_socket_path() -> Path:
     return base / "kvstored.sock"
 
 
+def check_socket_path(path: Path) -> None:
+    """Raises ConfigError for a path that no Unix socket can have."""
+    if path == Path() or "\0" in str(path):
+        raise ConfigError(f"the socket path {str(path)!r} names no file: give --socket a path")
+    if len(os.fsencode(path)) > UNIX_PATH_BYTES_MAX:
+        raise ConfigError(
+            f"the socket path {str(path)!r} is longer than the {UNIX_PATH_BYTES_MAX} bytes Linux allows: "
+            "choose a shorter one (--socket, TMPDIR or $KVSTORE_SOCKET)"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class DaemonConfig:
     """Everything ``kvstored`` can be told. Raises ConfigError for values that can't work.
@@ -77,14 +88,7 @@ class DaemonConfig:
     poll_us: float = 200.0
 
     def __post_init__(self) -> None:
-        path = str(self.socket_path)
-        if "\0" in path:
-            raise ConfigError(f"the socket path {path!r} has a zero byte: choose another --socket")
-        if len(os.fsencode(path)) > UNIX_PATH_BYTES_MAX:
-            raise ConfigError(
-                f"the socket path {path!r} is longer than the {UNIX_PATH_BYTES_MAX} bytes Linux allows: "
-                f"choose a shorter --socket"
-            )
+        check_socket_path(self.socket_path)
         if self.dram_bytes < MIB:
             raise ConfigError(f"a DRAM tier of {self.dram_bytes} bytes is too small: give --dram at least 1MiB")
         physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -95,20 +99,29 @@ class DaemonConfig:
             )
         if self.region_bytes and not MIB <= self.region_bytes <= 4 * GIB:
             raise ConfigError(
-                f"region_bytes is {self.region_bytes}; give 1MiB to 4GiB, or 0 for a size that fits the tier"
+                f"--region-bytes is {self.region_bytes}; give 1MiB to 4GiB, or 0 for a size that fits the tier"
+            )
+        if self.region_bytes > self.dram_bytes:
+            raise ConfigError(
+                f"--region-bytes is {self.region_bytes}, more than the tier's {self.dram_bytes}: lower it"
             )
         if self.policy_clock not in ("system", "client"):
             raise ConfigError(f"policy_clock is {self.policy_clock!r}; known are system, client")
-        for name in ("lease_s_default", "lease_s_max", "heartbeat_s", "hello_s"):
+        seconds = (
+            ("lease_s_default", "--lease-default"),
+            ("lease_s_max", "--lease-max"),
+            ("heartbeat_s", "--heartbeat"),
+        )
+        for name, option in (*seconds, ("hello_s", "hello_s")):
             value = getattr(self, name)
             if not 0.01 <= value <= 86400:
-                raise ConfigError(f"{name} is {value!r}; it must be from 0.01 to 86400 seconds")
+                raise ConfigError(f"{option} is {value!r}; it must be from 0.01 to 86400 seconds")
         if self.lease_s_default > self.lease_s_max:
-            raise ConfigError(f"lease_s_default {self.lease_s_default} is above lease_s_max {self.lease_s_max}")
+            raise ConfigError(f"--lease-default {self.lease_s_default} is above --lease-max {self.lease_s_max}")
         if not 0 <= self.poll_us <= 10_000:
-            raise ConfigError(f"poll_us is {self.poll_us!r}; it must be from 0 (never) to 10000 microseconds")
+            raise ConfigError(f"--poll-us is {self.poll_us!r}; it must be from 0 (never) to 10000 microseconds")
         if not 1 <= self.max_clients <= 65536:
-            raise ConfigError(f"max_clients is {self.max_clients}; it must be from 1 to 65536")
+            raise ConfigError(f"--max-clients is {self.max_clients}; it must be from 1 to 65536")
 
     @property
     def starter_bytes(self) -> int:

@@ -10,7 +10,7 @@ import click
 from kvstore.bench import index_speed
 from kvstore.bench.bandwidth import BandwidthOptions, run_bandwidth
 from kvstore.bench.pictures import draw_bandwidth, draw_index
-from kvstore.bench.report import bandwidth_tables, index_table, print_tables, save
+from kvstore.bench.report import bandwidth_tables, index_table, prepare, print_tables, save
 from kvstore.cli.daemon_process import own_daemon
 from kvstore.cli.params import SIZE, json_option, output_option
 from kvstore.errors import IntegrityError
@@ -48,6 +48,8 @@ def bench() -> None:
 def bandwidth(pairs: int, dram_bytes: int, block_sizes: str, output: Path | None, as_json: bool) -> None:
     """put, get_into, lease and match, paired with numpy copies and socket echoes in the same run."""
     sizes = tuple(SIZE.convert(size, None, None) for size in block_sizes.split(","))
+    if output is not None:
+        prepare(output)
     options = BandwidthOptions(pairs=pairs, dram_bytes=dram_bytes, block_sizes=sizes)
     with own_daemon(["--dram", str(dram_bytes)]) as socket_path:
         report = run_bandwidth(options, str(socket_path), step=_tell)
@@ -73,6 +75,8 @@ def bandwidth(pairs: int, dram_bytes: int, block_sizes: str, output: Path | None
 @json_option
 def index(pairs: int, blocks: int, output: Path | None, as_json: bool) -> None:
     """Matching in the prefix index, paired with one numpy comparison of the tokens; memory of a block."""
+    if output is not None:
+        prepare(output)
     figures = index_speed.run(pairs, blocks, step=_tell)
     if as_json:
         click.echo(json.dumps(figures, indent=2))

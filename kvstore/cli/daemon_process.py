@@ -10,10 +10,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvstore.errors import UnavailableError
+from kvstore.errors import ConfigError, UnavailableError
 
 STOP_S_MAX = 30.0
 READY = b"ready\n"
+EXIT_BAD_INPUT = 2
 
 
 @contextlib.contextmanager
@@ -41,9 +42,9 @@ def own_daemon(arguments: Sequence[str], socket_path: Path | None = None) -> Ite
         try:
             with os.fdopen(ready_fd, "rb") as ready:
                 if ready.read(len(READY)) != READY:
-                    raise UnavailableError(
-                        f"the daemon did not start (exit code {process.wait(STOP_S_MAX)}); see its message above"
-                    )
+                    code = process.wait(STOP_S_MAX)
+                    kind = ConfigError if code == EXIT_BAD_INPUT else UnavailableError
+                    raise kind(f"the daemon did not start (exit code {code}); see its message above")
             yield socket_path
         finally:
             stop(process)

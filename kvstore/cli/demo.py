@@ -41,8 +41,6 @@ def demo(socket_path: Path, dram_bytes: int, once: bool) -> None:
             f"  client = Client({str(socket_path)!r})\n"
             f"Ctrl-C stops it."
         )
-        # SIGTERM ends the wait as Ctrl-C does, so that the daemon is always stopped in order.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             signal.pause()
         except KeyboardInterrupt:

@@ -5,6 +5,8 @@ Exit codes: 0 done; 1 the daemon can't be reached or failed; 2 wrong input; 3 wr
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -32,18 +34,22 @@ class LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's interface
         return sorted(_COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's interface
-        home = _COMMANDS.get(cmd_name)
-        if home is None:
-            return None
-        command: click.Command = getattr(import_module(home[0]), home[1])
+    def load(self, name: str) -> click.Command:
+        """The command of that name, loaded."""
+        home, attribute = _COMMANDS[name]
+        command: click.Command = getattr(import_module(home), attribute)
         return command
 
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's interface
+        return self.load(cmd_name) if cmd_name in _COMMANDS else None
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(__version__, prog_name="kvstore")
-def cli() -> None:
-    """A tiered KV-cache store for LLM inference."""
+
+cli = LazyGroup(
+    "kvstore",
+    help="A tiered KV-cache store for LLM inference.",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+click.version_option(__version__, prog_name="kvstore")(cli)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -52,21 +58,27 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def serve_main() -> NoReturn:
-    """The ``kvstored`` command: ``kvstore serve``."""
-    main(["serve", *sys.argv[1:]])
+    """The ``kvstored`` command: ``kvstore serve`` under its own name."""
+    serve = click.version_option(__version__, prog_name="kvstored")(cli.load("serve"))
+    sys.exit(_run(sys.argv[1:], serve, "kvstored"))
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], command: click.Command = cli, name: str = "kvstore") -> int:
+    # As Ctrl-C: what is under way is wound up in order. ``serve`` has handlers of its own.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        result = cli.main(arguments, prog_name="kvstore", standalone_mode=False)
+        result = command.main(arguments, prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.ClickException as error:
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
+        _drop_output()
         return 0
     except IntegrityError as error:
         return _complain(error, EXIT_WRONG_BYTES)
@@ -74,9 +86,17 @@ def _run(arguments: list[str]) -> int:
         return _complain(error, EXIT_BAD_INPUT)
     except KVStoreError as error:
         return _complain(error, EXIT_FAILED)
+    except OSError as error:
+        _drop_output()
+        return _complain(error, EXIT_FAILED)
     return result if isinstance(result, int) else 0
 
 
-def _complain(error: KVStoreError, code: int) -> int:
+def _drop_output() -> None:
+    """Nobody reads any more; what is still buffered must not fail again when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(error: Exception, code: int) -> int:
     click.echo(f"error: {error}", err=True)
     return code

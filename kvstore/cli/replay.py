@@ -11,12 +11,13 @@ import click
 from kvstore.bench.generate import ConversationOptions
 from kvstore.bench.pictures import draw_hit_ratio
 from kvstore.bench.replay import ReplayOptions, ReplayResult, replay
-from kvstore.bench.report import print_tables, progress_bar, replay_tables, save, simulation_tables
+from kvstore.bench.report import prepare, print_tables, progress_bar, replay_tables, save, simulation_tables
 from kvstore.bench.simulation_report import SimulationReport, run_simulation, simulation_steps
 from kvstore.bench.workload import Workload
 from kvstore.cli.daemon_process import own_daemon
 from kvstore.cli.params import SIZE, json_option, output_option
-from kvstore.errors import IntegrityError
+from kvstore.client import Client
+from kvstore.errors import BadInputError, IntegrityError
 from kvstore.prefix_index.policy import POLICIES
 
 
@@ -29,7 +30,7 @@ from kvstore.prefix_index.policy import POLICIES
 @click.option("--capacity-percent", type=float, help="Capacity in % of the trace's unique blocks.  [default: 5]")
 @click.option("--capacity-blocks", type=int, help="Capacity in blocks.")
 @click.option("--block-bytes", type=SIZE, default="64KiB", show_default=True, help="Bytes of KV per block.")
-@click.option("--block-tokens", type=int, help="Tokens per block.  [default: as the trace has it; 512 generated]")
+@click.option("--block-tokens", type=click.IntRange(1), help="Tokens per block.  [default: the trace's, else 512]")
 @click.option("--clients", type=int, default=1, show_default=True, help="Concurrent client processes.")
 @click.option("--limit", type=int, help="Only the first N requests.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of generated requests and of block bytes.")
@@ -58,6 +59,12 @@ def replay_command(
     with what it must be. Exit code 3 if any differs.
     """
     conversations = ConversationOptions(seed=seed, **({"block_tokens": block_tokens} if block_tokens else {}))
+    if connect is not None and (simulate or rest["capacity_percent"] or rest["capacity_blocks"]):
+        raise BadInputError("--connect uses a daemon as it is: leave out --simulate and the capacity, or --connect")
+    if simulate and rest["clients"] != 1:
+        raise BadInputError("--simulate has no clients: leave out --clients")
+    if output is not None:
+        prepare(output)
     options = ReplayOptions(trace=trace, conversations=conversations, seed=seed, block_tokens=block_tokens, **rest)
     workload = options.load()
     if simulate:
@@ -82,6 +89,10 @@ def replayed(workload: Workload, options: ReplayOptions, connect: Path | None) -
             return replay(workload, options, str(socket_path), progress)
 
     if connect is not None:
+        with Client(connect, timeout_s=options.timeout_s) as client:
+            held = int(client.stats()["blocks"])
+        if held:
+            click.echo(f"the daemon holds {held:,} blocks already: hits may be older than this replay", err=True)
         return through(connect)
     dram_bytes = options.dram_bytes(workload)
     arguments = ["--dram", str(dram_bytes), "--policy", options.policy, "--policy-clock", "client"]

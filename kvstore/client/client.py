@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvstore.client.lease import Lease, WriteReservation, rows_of
 from kvstore.client.session import Session
-from kvstore.config import default_socket_path
+from kvstore.config import check_socket_path, default_socket_path
 from kvstore.errors import BadInputError, EndedError, ProtocolError, UnavailableError
 from kvstore.tokens import hash_array, token_array
 from kvstore.types import ExtraKey, Namespace, Root, RowKind
@@ -92,6 +92,7 @@ class Client:
         if not 0 < timeout_s < 86400:
             raise BadInputError(f"timeout_s is {timeout_s!r}; it must be a positive number of seconds")
         path = Path(socket_path) if socket_path is not None else default_socket_path()
+        check_socket_path(path)
         self.tenant = tenant
         self._session = Session(path, tenant, name or Path(sys.argv[0] or "python").name, timeout_s, required=required)
 
@@ -123,6 +124,8 @@ class Client:
         Raises SpecMismatchError, naming the fields, if the name stands for another one. If the daemon is
         unreachable the namespace is opened with the first call that reaches it.
         """
+        if not isinstance(namespace, Namespace):
+            raise BadInputError(f"namespace is {namespace!r:.80}; give a kvstore.Namespace")
         if namespace.tenant != self.tenant:
             raise BadInputError(f"the namespace belongs to tenant {namespace.tenant!r}, this client to {self.tenant!r}")
         handle = NamespaceHandle(self._session, namespace, name)
@@ -357,6 +360,8 @@ class NamespaceHandle:
         else:
             prompt.rows = token_array(tokens).tobytes()
         if root is not DEFAULT_ROOT:
+            if not isinstance(root, Root):
+                raise BadInputError(f"root is {root!r:.80}; give a kvstore.Root")
             prompt.salt, prompt.lora = root.salt, root.lora
         for extra in extras or ():
             prompt.extras.add(start_token=extra.start_token, n_tokens=extra.n_tokens, digest=extra.digest)

@@ -203,7 +203,7 @@ class Lease(Held):
     ) -> None:
         self.release()
 
-    def tensor(self, i: int, dtype: str = "uint8", shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    def tensor(self, i: int, dtype: str | torch.dtype = "uint8", shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """A torch tensor over block ``i``, no copy. Raises ImportError without torch.
 
         torch knows no read-only tensors; writing to this one ends the process with SIGSEGV, as the memory is

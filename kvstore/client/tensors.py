@@ -22,11 +22,15 @@ _TORCH = {
 }
 
 
-def as_tensor(block: NDArray[np.uint8], dtype: str = "uint8", shape: tuple[int, ...] | None = None) -> torch.Tensor:
+def as_tensor(
+    block: NDArray[np.uint8], dtype: str | torch.dtype = "uint8", shape: tuple[int, ...] | None = None
+) -> torch.Tensor:
     """A tensor over ``block`` (uint8, one-dimensional) that keeps its memory alive; never write to it.
 
     Raises BadInputError for an unknown dtype or a shape that doesn't take exactly the block's bytes.
     """
+    if isinstance(dtype, torch.dtype):
+        dtype = next((name for name, known in _TORCH.items() if known == dtype), str(dtype))
     if dtype not in _TORCH:
         raise BadInputError(f"dtype is {dtype!r}; known are {', '.join(sorted(DTYPE_BYTES))}")
     if block.nbytes % DTYPE_BYTES[dtype]:

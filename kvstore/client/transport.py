@@ -51,6 +51,7 @@ class Transport:
     def __init__(self, path: Path, timeout_s: float) -> None:
         """Connect; raises UnavailableError with the way out if nobody answers there."""
         self.late: list[Message] = []
+        self._path = path
         self._inbox = bytearray()
         self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._next_id = 1
@@ -167,11 +168,14 @@ class Transport:
             if now_s > spin_until_s:
                 left_s = deadline_s - now_s
                 if left_s <= 0 or not poll(left_s * 1000):
-                    raise TimedOutError("the daemon gave no answer by the deadline")
+                    raise self._timed_out()
                 return
 
     def _arm(self, deadline_s: float) -> None:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            raise TimedOutError("the daemon gave no answer by the deadline")
+            raise self._timed_out()
         self._sock.settimeout(left_s)
+
+    def _timed_out(self) -> TimedOutError:
+        return TimedOutError(f"the daemon at {self._path} gave no answer in time: is it stopped or overloaded?")

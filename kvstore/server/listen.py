@@ -24,6 +24,7 @@ class ListeningSocket:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._must_be_free_or_a_socket()
         _prepare_folder(path.parent)
         self._lock_fd = _lock(path.with_name(path.name + ".lock"), path)
         try:
@@ -33,10 +34,9 @@ class ListeningSocket:
             raise
 
     def _bind(self) -> socket.socket:
+        self._must_be_free_or_a_socket()
         with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISSOCK(self.path.lstat().st_mode):
-                raise ConfigError(f"{self.path} exists and is not a socket: choose another --socket or remove it")
-            # The lock is ours, so whoever made this file is gone.
+            # The lock is ours, so whoever made this socket is gone.
             self.path.unlink()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
@@ -52,6 +52,11 @@ class ListeningSocket:
             raise ConfigError(f"can't listen on {self.path}: {error.strerror}; choose another --socket") from error
         return sock
 
+    def _must_be_free_or_a_socket(self) -> None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if not stat.S_ISSOCK(self.path.lstat().st_mode):
+                raise ConfigError(f"{self.path} exists and is not a socket: choose another --socket or remove it")
+
     def close(self) -> None:
         """Stop listening, remove the socket file, give up the lock. Idempotent."""
         if self._lock_fd < 0:
@@ -65,7 +70,8 @@ class ListeningSocket:
 
 def _prepare_folder(folder: Path) -> None:
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # One level only: a longer path that is missing is more likely a mistake than a wish.
+        folder.mkdir(mode=0o700, exist_ok=True)
         facts = folder.stat()
     except OSError as error:
         raise ConfigError(

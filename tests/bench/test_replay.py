@@ -155,12 +155,13 @@ def test_without_a_file_conversations_are_generated(tokens: TokenTrace) -> None:
 def test_capacity_is_a_share_or_a_number(hashes: Trace) -> None:
     assert options().capacity(hashes) == 1000
     assert options().dram_bytes(hashes) == 1000 * BLOCK_BYTES
-    with pytest.raises(BadInputError, match=r"127 blocks of 8192 bytes.*at least 128 blocks"):
+    with pytest.raises(BadInputError, match=r"127 blocks of 8192 bytes.*--capacity-blocks 128 or more"):
         options(capacity_blocks=127).dram_bytes(hashes)
     assert options(capacity_blocks=128).dram_bytes(hashes) == MIB
     share = options(capacity_blocks=None, capacity_percent=10)
     assert share.capacity(hashes) == hashes.unique_blocks // 10
-    assert options(capacity_blocks=None).capacity(hashes) == int(hashes.unique_blocks * 0.05)
+    assert options(capacity_blocks=None).capacity(hashes) == max(int(hashes.unique_blocks * 0.05), 128)
+    assert options(capacity_blocks=None).dram_bytes(hashes) >= MIB
 
 
 @pytest.mark.parametrize(
@@ -169,9 +170,9 @@ def test_capacity_is_a_share_or_a_number(hashes: Trace) -> None:
         ({"capacity_percent": 5.0}, "not both"),
         ({"capacity_blocks": None, "capacity_percent": 0.0}, "capacity percent is 0"),
         ({"capacity_blocks": 0}, "capacity_blocks is 0"),
-        ({"block_bytes": 0}, "block_bytes is 0"),
-        ({"clients": 0}, "clients is 0"),
-        ({"clients": 1000}, "clients is 1000"),
+        ({"block_bytes": 0}, r"block_bytes \(--block-bytes\) is 0"),
+        ({"clients": 0}, r"clients \(--clients\) is 0"),
+        ({"clients": 1000}, r"clients \(--clients\) is 1000"),
         ({"limit": 0}, "limit is 0"),
     ],
 )

@@ -122,7 +122,7 @@ def test_without_matplotlib_the_picture_is_left_out(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     lines = save(tmp_path, {"a": 1}, lambda path: draw_hit_ratio(path, tokens, simulated))
-    assert lines[1] == "picture: left out, matplotlib is not installed (pip install 'kvstored[bench]')"
+    assert lines[1] == "picture: left out, matplotlib is not installed (pip install '.[bench]' from a checkout)"
     assert json.loads((tmp_path / "report.json").read_text()) == {"a": 1}
     assert not (tmp_path / "picture.png").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore.cli.daemon_process import own_daemon
-from kvstore.errors import UnavailableError
+from kvstore.errors import ConfigError
 
 REPORT_KEYS = {
     "requests", "block_accesses", "unique_blocks", "block_hit_ratio", "token_hit_ratio", "any_hit_ratio", "tiers",
@@ -78,6 +79,13 @@ def test_a_report_and_a_picture_are_left(tmp_path: Path) -> None:
         (["replay", "--policy", "mru"], 2, "mru"),
         (["replay", "--block-bytes", "many"], 2, "many"),
         (["replay", "--clients", "0"], 2, "clients"),
+        (["replay", "--block-tokens", "0"], 2, "--block-tokens"),
+        (["replay", "--simulate", "--clients", "3"], 2, "--simulate"),
+        (["replay", "--connect", "x.sock", "--capacity-blocks", "9"], 2, "--connect"),
+        (["replay", "--limit", "3", "--output", "/proc/nothing"], 2, "--output"),
+        (["serve", "--socket", ""], 2, "names no file"),
+        (["serve", "--socket", "/nowhere/at/all.sock"], 2, "/nowhere/at"),
+        (["serve", "--dram", "8MiB", "--region-bytes", "1GiB"], 2, "--region-bytes"),
         (["replay", "--connect", "/nowhere/s.sock", "--limit", "3"], 1, "kvstore serve"),
         (["status", "--socket", "/nowhere/s.sock"], 1, "kvstore serve"),
         (["serve", "--dram", "5 bananas"], 2, "bananas"),
@@ -95,11 +103,50 @@ def test_mistakes_are_named_with_a_way_out(arguments: list[str], code: int, word
     assert words in done.stderr
 
 
+def test_a_small_replay_needs_no_capacity() -> None:
+    assert report("replay", "--limit", "3")["mismatches"] == 0
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = [sys.executable, "-m", "kvstore.cli", "replay", "--simulate", "--limit", "5", "--no-picture"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(60) == 0
+
+
+def test_sigterm_ends_a_replay_in_order(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvstore.cli", "replay", "--limit", "380"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    assert process.stderr is not None
+    assert b"serving" in process.stderr.readline()
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"interrupted" in errors
+    assert b"Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_kvstored_is_serve_under_its_own_name() -> None:
+    program = "from kvstore.cli.main import serve_main; serve_main()"
+    for option, words in (("--help", "Usage: kvstored"), ("--version", "kvstored, version")):
+        done = subprocess.run([sys.executable, "-c", program, option], capture_output=True, text=True, check=True)
+        assert words in done.stdout
+
+
 def test_status_and_replay_use_a_running_daemon() -> None:
     with own_daemon(["--dram", "32MiB", "--policy-clock", "client"]) as path:
         assert report("status", "--socket", str(path))["dram_capacity_bytes"] == 32 << 20
         result = report("replay", "--connect", str(path), "--limit", "30", "--block-bytes", "16KiB")
         assert result["mismatches"] == 0
+        assert result["capacity_blocks"] == 2048
+        again = kvstore("replay", "--connect", str(path), "--limit", "3", "--block-bytes", "16KiB")
+        assert "blocks already" in again.stderr
         table = kvstore("status", "--socket", str(path))
         assert "committed_blocks" in table.stdout
 
@@ -114,5 +161,5 @@ def test_the_demo_runs_once_and_leaves_nothing(tmp_path: Path) -> None:
 def test_a_daemon_that_cant_start_is_reported(tmp_path: Path) -> None:
     taken = tmp_path / "file"
     taken.write_text("")
-    with pytest.raises(UnavailableError, match="exit code 2"), own_daemon(["--dram", "8MiB"], taken):
+    with pytest.raises(ConfigError, match="exit code 2"), own_daemon(["--dram", "8MiB"], taken):
         pytest.fail("it must not start")

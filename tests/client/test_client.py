@@ -226,6 +226,7 @@ def test_tokens_of_any_integer_kind_mean_the_same(ns: NamespaceHandle, tokens: A
         (lambda ns: ns.lease(tokens_of(2), ttl_s=-3.0), "-3"),
         (lambda ns: ns.lease(tokens_of(2), ttl_s=float("nan")), "nan"),
         (lambda ns: ns.get_into(tokens_of(2), np.zeros(10, np.uint8)), "whole blocks"),
+        (lambda ns: ns.match(tokens_of(2), root="salt"), "kvstore.Root"),
     ],
 )
 def test_wrong_arguments_are_named_and_lose_nothing(ns: NamespaceHandle, call: Any, words: str) -> None:
@@ -330,8 +331,11 @@ def test_torch_tensors_share_the_memory(client: Client) -> None:
         tensor = lease.tensor(0, "bfloat16", (2, 16, 2, 8))
         assert torch.equal(tensor, values[0])
         assert tensor.data_ptr() == int(lease.addresses[0])
+        assert torch.equal(lease.tensor(0, torch.bfloat16, (2, 16, 2, 8)), tensor)
         with pytest.raises(BadInputError, match="shape"):
             lease.tensor(0, "bfloat16", (7,))
+        with pytest.raises(BadInputError, match="float64"):
+            lease.tensor(0, torch.float64)
         with pytest.raises(BadInputError, match="float64"):
             lease.tensor(0, "float64")
         del tensor

@@ -378,3 +378,26 @@ def test_lru_equals_the_model_on_small_traces(seed: int, capacity: int) -> None:
 def test_policies_satisfy_the_protocol() -> None:
     policies: list[EvictionPolicy] = [LruPolicy(), LotteryPolicy(1)]
     assert [policy.name for policy in policies] == ["lru", "lottery"]
+
+
+def test_blocks_of_some_slots_go_first_and_the_others_keep_their_turn() -> None:
+    index = PrefixIndex(make_policy("lru"))
+    for number in range(6):  # slots 0..5, oldest first, each a prompt of its own
+        index.insert(ROOT, path_of([number, number]), 0, np.array([number]), 1, float(number))
+
+    def worth(slot: int) -> int:
+        return {1: 1, 2: 0, 4: 1}.get(slot, -1)
+
+    gone = index.evict_among(2, worth, most_passed=10)
+    assert gone.slots.tolist() == [1, 2, 4]  # the one of no worth goes as well when it is its turn
+    assert index.evict(2).slots.tolist() == [0, 3]
+    index.check()
+
+
+def test_how_far_the_order_is_bent_is_bounded() -> None:
+    index = PrefixIndex(make_policy("lru"))
+    for number in range(6):
+        index.insert(ROOT, path_of([number, number]), 0, np.array([number]), 1, float(number))
+    assert index.evict_among(1, lambda slot: 1 if slot == 5 else -1, most_passed=3).slots.tolist() == []
+    assert index.evict_among(1, lambda slot: 1 if slot == 5 else -1, most_passed=5).slots.tolist() == [5]
+    assert index.evict(6).slots.tolist() == [0, 1, 2, 3, 4]
