@@ -68,6 +68,10 @@ def _positive(name: str, value: object, most: int) -> None:
 def _text(name: str, value: object) -> None:
     if not isinstance(value, str) or len(value) > 1024:
         raise BadInputError(f"{name} is {value!r:.80}; it must be a text of at most 1024 characters")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BadInputError(f"{name} is {value!r:.80}; it has half a surrogate pair, which is no text") from None
 
 
 @dataclass(frozen=True, slots=True)

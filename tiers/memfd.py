@@ -29,6 +29,12 @@ def create(name: str, size_bytes: int) -> int:
     return fd
 
 
+def seal_size(fd: int) -> None:
+    """Nobody can shrink or grow it any more: a client that has the descriptor for writing could otherwise take
+    pages away under the daemon, or take memory beyond the budget. Raises OSError."""
+    fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
+
+
 def seal_read_only(fd: int) -> None:
     """From now on nobody can map it writable, write to it or resize it, through any descriptor.
 

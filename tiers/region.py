@@ -7,6 +7,7 @@ A region has one writer in its whole life. Everybody else gets the descriptor af
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import numpy as np
@@ -88,6 +89,7 @@ class Region:
         """Give a raw region its id, class and its only writer. The daemon's own are sealed at once."""
         self._must_be_raw()
         self.id, self.writer, self.tenant, self.slot_bytes = region_id, writer, tenant, slot_bytes
+        memfd.seal_size(self.fd)
         if writer == DAEMON_WRITER:
             self.seal()
 
@@ -98,9 +100,13 @@ class Region:
             self.sealed = True
 
     def orphan(self) -> None:
-        """The writer is gone: nobody will write here again, so it is sealed if it wasn't."""
+        """The writer is gone, so it is sealed if it wasn't. One that can't be sealed stays unsealed.
+
+        That is a region whose writer sealed the seals: its descriptor never goes to anybody else.
+        """
         self.writer = None
-        self.seal()
+        with contextlib.suppress(OSError):
+            self.seal()
 
     def check(self) -> None:
         """Raises IntegrityError when the descriptor contradicts this object."""

@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -83,6 +84,9 @@ from kvstore.server.polling import new_loop
 def serve(ready_fd: int | None, until_stdin_closes: bool, **settings: object) -> None:
     """Run the daemon until Ctrl-C or SIGTERM."""
     config = DaemonConfig(**settings)  # type: ignore[arg-type]
+    # A region, and three for each client.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     with asyncio.Runner(loop_factory=lambda: new_loop(config)) as runner:
         runner.run(_serve(config, ready_fd, until_stdin_closes))

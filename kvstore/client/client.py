@@ -130,7 +130,7 @@ class Client:
             raise BadInputError(f"the namespace belongs to tenant {namespace.tenant!r}, this client to {self.tenant!r}")
         handle = NamespaceHandle(self._session, namespace, name)
         with contextlib.suppress(UnavailableError):
-            handle.namespace_id()
+            handle.ensure_open()
         return handle
 
     def attach(self, lease_id: int, block_bytes: int) -> Lease:
@@ -138,9 +138,14 @@ class Client:
 
         Both must release; the blocks stay until both have.
         """
+        request = pb.AttachLeaseRequest(lease_id=_count("lease_id", lease_id, 1 << 64))
         with self._session.exclusive():
-            reply = self._session.call(Method.ATTACH_LEASE, pb.AttachLeaseRequest(lease_id=lease_id), pb.LeaseReply)
-            return Lease(self._session, reply, block_bytes, _attached_first_block(reply))
+            reply = self._session.call(Method.ATTACH_LEASE, request, pb.LeaseReply)
+            try:
+                return Lease(self._session, reply, block_bytes, _attached_first_block(reply))
+            except BaseException:
+                self._session.acknowledge(Method.RELEASE, pb.ReleaseRequest(lease_id=reply.lease_id))
+                raise
 
     def stats(self) -> dict[str, float | str]:
         """Counters and gauges of the daemon by name. Raises UnavailableError if it can't be asked."""
@@ -165,25 +170,28 @@ class NamespaceHandle:
         self.block_tokens = namespace.spec.block_tokens
         self._session = session
         self._name = name
-        self._opened = (0, 0)
+        self._digest = namespace.digest()
+        self._opened_epoch = 0
 
-    def namespace_id(self) -> int:
-        """The daemon's id for this namespace, asked for once per daemon process. May raise what ``open`` raises."""
-        epoch, namespace_id = self._opened
-        if epoch != self._session.epoch or not namespace_id:
+    def ensure_open(self) -> bytes:
+        """Tell the daemon what this namespace is, once per daemon process; returns its digest.
+
+        The digest goes with every call, so that a daemon that was restarted meanwhile can't take it for another
+        namespace. May raise what ``open`` raises.
+        """
+        if self._opened_epoch != self._session.epoch or not self._opened_epoch:
             request = pb.OpenNamespaceRequest(description_json=json.dumps(self.namespace.to_dict()), name=self._name)
             with self._session.exclusive():
-                reply = self._session.call(Method.OPEN_NAMESPACE, request, pb.OpenNamespaceReply)
-                namespace_id = reply.namespace_id
-                self._opened = (self._session.epoch, namespace_id)
-        return namespace_id
+                self._session.call(Method.OPEN_NAMESPACE, request, pb.OpenNamespaceReply)
+                self._opened_epoch = self._session.epoch
+        return self._digest
 
     def match(self, tokens: ArrayLike, *, root: Root = DEFAULT_ROOT, extras: Sequence[ExtraKey] = ()) -> Match:
         """How much of a prompt is stored. Holds nothing: it may be gone a moment later."""
         request = pb.MatchRequest()
         self._fill(request.prompt, tokens, root, extras)
         try:
-            request.prompt.namespace_id = self.namespace_id()
+            request.prompt.namespace = self.ensure_open()
             reply = self._session.call(Method.MATCH, request, pb.MatchReply)
         except (UnavailableError, EndedError) as error:
             return Match(0, 0, 0, str(error))
@@ -209,18 +217,18 @@ class NamespaceHandle:
         request = pb.LeaseRequest(
             first_block=_count("first_block", first_block),
             max_blocks=_count("max_blocks", max_blocks or 0),
-            ttl_s=ttl_s or 0.0,
+            ttl_s=_seconds("ttl_s", ttl_s),
         )
         self._fill(request.prompt, tokens, root, extras, policy_time_s, category)
         if max_blocks == 0:
             return self._no_lease("max_blocks is 0")
         try:
-            request.prompt.namespace_id = self.namespace_id()
+            request.prompt.namespace = self.ensure_open()
             with self._session.exclusive():
                 reply = self._session.call(Method.LEASE, request, pb.LeaseReply)
                 try:
                     return Lease(self._session, reply, self.block_bytes, first_block)
-                except (UnavailableError, ProtocolError):
+                except BaseException:
                     self._session.acknowledge(Method.RELEASE, pb.ReleaseRequest(lease_id=reply.lease_id))
                     raise
         except (UnavailableError, EndedError, ProtocolError) as error:
@@ -273,18 +281,18 @@ class NamespaceHandle:
         request = pb.ReserveRequest(
             first_block=_count("first_block", first_block),
             n_blocks=_count("n_blocks", n_blocks),
-            ttl_s=ttl_s or 0.0,
+            ttl_s=_seconds("ttl_s", ttl_s),
         )
         self._fill(request.prompt, tokens, root, extras, policy_time_s, category)
         if n_blocks == 0:
             return WriteReservation(self._session, pb.ReserveReply(), self.block_bytes, 0)
         try:
-            request.prompt.namespace_id = self.namespace_id()
+            request.prompt.namespace = self.ensure_open()
             with self._session.exclusive():
                 reply = self._session.call(Method.RESERVE, request, pb.ReserveReply)
                 try:
                     return WriteReservation(self._session, reply, self.block_bytes, n_blocks)
-                except (UnavailableError, ProtocolError):
+                except BaseException:
                     self._session.acknowledge(Method.ABORT, pb.AbortRequest(reservation_id=reply.reservation_id))
                     raise
         except (UnavailableError, EndedError, ProtocolError) as error:
@@ -335,9 +343,9 @@ class NamespaceHandle:
         ttl_s: float | None = None,
     ) -> Pinned:
         """Keep the stored prefix of a prompt from being evicted. Raises UnavailableError if that can't be promised."""
-        request = pb.PinRequest(ttl_s=ttl_s or 0.0)
+        request = pb.PinRequest(ttl_s=_seconds("ttl_s", ttl_s))
         self._fill(request.prompt, tokens, root, extras)
-        request.prompt.namespace_id = self.namespace_id()
+        request.prompt.namespace = self.ensure_open()
         reply = self._session.call(Method.PIN, request, pb.PinReply)
         return Pinned(reply.pin_id, reply.n_blocks, reply.ttl_s)
 
@@ -366,16 +374,24 @@ class NamespaceHandle:
         for extra in extras or ():
             prompt.extras.add(start_token=extra.start_token, n_tokens=extra.n_tokens, digest=extra.digest)
         if policy_time_s is not None:
-            prompt.policy_time_s = policy_time_s
+            prompt.policy_time_s = _seconds("policy_time_s", policy_time_s)
         if category:
-            prompt.category = category
+            prompt.category = _count("category", category, 256)
 
     def _no_lease(self, reason: str) -> Lease:
         return Lease(self._session, pb.LeaseReply(), self.block_bytes, 0, reason)
 
 
-def _count(name: str, value: int) -> int:
-    if not isinstance(value, int | np.integer) or not 0 <= value < 1 << 31:
+def _seconds(name: str, value: float | None) -> float:
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise BadInputError(f"{name} is {value!r:.80}; it must be a number of seconds")
+    return float(value)
+
+
+def _count(name: str, value: int, end: int = 1 << 31) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < end:
         raise BadInputError(f"{name} is {value!r}; it must be a whole number, 0 or more")
     return int(value)
 

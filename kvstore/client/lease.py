@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from kvstore import native
 from kvstore.client.session import Claimed, Session
 from kvstore.errors import BadInputError, EndedError, ProtocolError, UnavailableError
+from kvstore.native import Mapping
 from kvstore.types import SLOT_BITS
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
@@ -26,6 +28,42 @@ Bytes = NDArray[np.uint8]
 
 _INDEX_MASK = (1 << SLOT_BITS) - 1
 _NO_SLOTS = np.empty(0, np.int64)
+
+
+class Hold:
+    """What keeps a claim's slots from being reused: owned by the claim and by every array over its slots.
+
+    The daemon is told when the last owner is gone: by ``later``, which never blocks, as that may happen on any
+    thread; by ``now`` if it happens while ``prompt`` is set.
+    """
+
+    def __init__(self, session: Session, later: Callable[[], None], now: Callable[[], None] | None = None) -> None:
+        self.prompt = False
+        self.armed = True
+        """Cleared when the daemon has been told in another way."""
+        self._later = later
+        self._now = now or later
+        self._session = session
+        self._epoch = session.epoch
+        self._pid = os.getpid()
+
+    def __del__(self) -> None:
+        # Another process, or a daemon that has not lent this, need not hear of it.
+        if self.armed and self._pid == os.getpid() and self._session.epoch == self._epoch:
+            (self._now if self.prompt else self._later)()
+
+
+class _View:
+    """The memory of one slot as numpy takes it; becomes the base of the array."""
+
+    def __init__(self, address: int, n_bytes: int, writable: bool, mapping: Mapping, hold: Hold | None) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (n_bytes,),
+            "data": (address, not writable),
+        }
+        self._kept = (mapping, hold)
 
 
 class Slots:
@@ -53,13 +91,14 @@ class Slots:
             self._addresses = self._by_region(self._start_of)
         return self._addresses
 
-    def view(self, i: int) -> Bytes:
-        """uint8 [block_bytes] over slot ``i``, no copy; read-only unless these slots are reserved."""
-        start = int(self.addresses[i])
+    def view(self, i: int, hold: Hold | None) -> Bytes:
+        """uint8 [block_bytes] over slot ``i``, no copy; read-only unless these slots are reserved.
+
+        The array keeps ``hold`` and the mapping. It can't be made writable, although the writer of a region has
+        that mapped writable.
+        """
         mapping = self._mappings[int(self._ids[i]) >> SLOT_BITS]
-        array = mapping.array()[start - mapping.address : start - mapping.address + self.block_bytes]
-        # The writer of a region has it mapped writable; its own leases must still not be able to write.
-        return array if self._writable else np.frombuffer(array.data.toreadonly(), np.uint8)
+        return np.asarray(_View(int(self.addresses[i]), self.block_bytes, self._writable, mapping, hold))
 
     def forget(self) -> None:
         """Let the mappings go; only arrays that are still alive keep them."""
@@ -114,7 +153,7 @@ class Held(Claimed):
     are not reused before ``release``, so what a view shows never changes under its reader.
     """
 
-    def __init__(self, session: Session, claim_id: int, ttl_s: float, slots: Slots) -> None:
+    def __init__(self, session: Session, claim_id: int, ttl_s: float, slots: Slots, hold: Hold) -> None:
         self.id = claim_id
         self.slots = slots
         self._session = session
@@ -122,7 +161,8 @@ class Held(Claimed):
         self._pid = os.getpid()
         self._deadline_s = time.monotonic() + ttl_s
         self._ended = "" if claim_id else "it holds nothing"
-        self._let_go = not claim_id
+        self._hold: Hold | None = hold
+        hold.armed = bool(claim_id)
 
     @property
     def valid(self) -> bool:
@@ -146,7 +186,7 @@ class Held(Claimed):
     def view(self, i: int) -> Bytes:
         """uint8 [block_bytes] over block ``i`` without a copy. Raises EndedError after the end of the right."""
         self._must_be_usable()
-        return self.slots.view(i)
+        return self.slots.view(i, self._hold)
 
     def __getitem__(self, i: int) -> Bytes:
         if not -len(self) <= i < len(self):
@@ -156,15 +196,25 @@ class Held(Claimed):
     def end(self, why: str) -> None:
         self._ended = self._ended or why
 
-    def _let_go_now(self, why: str) -> bool:
-        """Nothing is read or written from here on. True if the daemon should hear of it."""
-        if self._let_go:
-            return False
-        self._let_go = True
-        self._ended = self._ended or why
-        self._session.unwatch(isinstance(self, Lease), self.id)
+    def abandon(self, why: str) -> None:
+        """The claim is over; arrays that are still alive keep its slots."""
+        self.end(why)
+        self._hold = None
         self.slots.forget()
-        return self._session.epoch == self._epoch
+
+    def _give_up(self, why: str, *, told: bool = False) -> None:
+        """Nothing is read or written through this any more; the hold goes with the last array."""
+        hold, self._hold = self._hold, None
+        self.end(why)
+        self.slots.forget()
+        self._session.unwatch(isinstance(self, Lease), self.id)
+        if hold is None:
+            return
+        hold.armed &= not told
+        hold.prompt, still_there = True, weakref.ref(hold)
+        del hold
+        if (hold := still_there()) is not None:
+            hold.prompt = False
 
     def _must_be_usable(self) -> None:
         if not self.valid:
@@ -182,7 +232,13 @@ class Lease(Held):
         self, session: Session, reply: pb.LeaseReply, block_bytes: int, first_block: int, reason: str = ""
     ) -> None:
         slots = Slots(session, reply.slots if reply.lease_id else None, block_bytes, writable=False)
-        super().__init__(session, reply.lease_id, reply.ttl_s, slots)
+        lease_id = reply.lease_id
+        hold = Hold(
+            session,
+            lambda: session.acknowledge(Method.RELEASE, pb.ReleaseRequest(lease_id=lease_id)),
+            lambda: session.release(lease_id),
+        )
+        super().__init__(session, lease_id, reply.ttl_s, slots, hold)
         self.first_block = first_block
         self.n_blocks: int = reply.n_blocks
         self.n_tokens: int = reply.n_tokens
@@ -220,6 +276,8 @@ class Lease(Held):
         ended before the copy was complete: then ``out`` holds nothing that can be used. Blocks for the copy.
         """
         room = rows_of(out, self.slots.block_bytes)
+        if not room.flags.writeable:
+            raise BadInputError("out is read-only; give an array that may be written to")
         n = min(max(self.n_blocks - self.first_block, 0), len(room), len(self))
         if n == 0 or not self.valid:
             return 0
@@ -238,14 +296,11 @@ class Lease(Held):
         return True
 
     def release(self) -> None:
-        """Say that nothing is read any more: views and pointers must not be used from here on. Idempotent."""
-        if self._let_go_now("it was released"):
-            self._session.release(self.id)
+        """Say that nothing is read any more. Idempotent.
 
-    def __del__(self) -> None:
-        # A lease that was forgotten must not hold its blocks until the process ends.
-        if not getattr(self, "_let_go", True) and self._let_go_now("it was forgotten"):
-            self._session.acknowledge(Method.RELEASE, pb.ReleaseRequest(lease_id=self.id))
+        Pointers must not be used from here on. Arrays that are still alive keep the blocks until they are gone.
+        """
+        self._give_up("it was released")
 
 
 class WriteReservation(Held):
@@ -256,7 +311,9 @@ class WriteReservation(Held):
 
     def __init__(self, session: Session, reply: pb.ReserveReply, block_bytes: int, n_asked: int) -> None:
         slots = Slots(session, reply.slots if reply.reservation_id else None, block_bytes, writable=True)
-        super().__init__(session, reply.reservation_id, reply.ttl_s, slots)
+        reservation_id = reply.reservation_id
+        hold = Hold(session, lambda: session.acknowledge(Method.ABORT, pb.AbortRequest(reservation_id=reservation_id)))
+        super().__init__(session, reservation_id, reply.ttl_s, slots, hold)
         self.n_present: int = reply.n_present
         self.n_skipped: int = n_asked - reply.n_present - len(slots)
         self.reason: str = reply.skipped_reason
@@ -284,7 +341,7 @@ class WriteReservation(Held):
 
         (0, 0) if the right had ended or the daemon is unreachable: nothing was stored then, as far as is known.
         """
-        if self._let_go:
+        if self._hold is None or not self.id:
             return 0, 0
         n = len(self) if n_blocks is None else n_blocks
         if not 0 <= n <= len(self):
@@ -292,7 +349,7 @@ class WriteReservation(Held):
         if n == 0:
             self.abort()
             return 0, 0
-        self._let_go_now("it was committed")
+        self._give_up("it was committed", told=True)
         try:
             reply = self._session.call(
                 Method.COMMIT, pb.CommitRequest(reservation_id=self.id, n_blocks=n), pb.CommitReply
@@ -305,13 +362,11 @@ class WriteReservation(Held):
         return reply.n_committed, reply.n_duplicate
 
     def abort(self) -> None:
-        """Give the slots back unseen; nothing may be written to them from here on. Idempotent, never fails."""
-        if self._let_go_now("it was aborted"):
-            self._session.acknowledge(Method.ABORT, pb.AbortRequest(reservation_id=self.id))
+        """Give the slots back unseen. Idempotent, never fails.
 
-    def __del__(self) -> None:
-        if not getattr(self, "_let_go", True):
-            self.abort()
+        Nothing may be written through pointers from here on; arrays that are still alive keep the slots.
+        """
+        self._give_up("it was aborted")
 
 
 def rows_of(array: NDArray[Any], block_bytes: int) -> Bytes:

@@ -25,6 +25,7 @@ class Regions:
     def __init__(self, on_unmapped: Callable[[int], None]) -> None:
         self._mappings: dict[int, Mapping] = {}
         self._on_unmapped = on_unmapped
+        self._dropped: dict[int, weakref.ref[Mapping]] = {}
         self._alive: weakref.WeakSet[Mapping] = weakref.WeakSet()
 
     def add(self, region_id: int, fd: int, size_bytes: int, *, writable: bool) -> None:
@@ -34,10 +35,15 @@ class Regions:
         self._mappings[region_id] = mapping
         self._alive.add(mapping)
 
-    def find(self, region_ids: list[int]) -> dict[int, Mapping]:
-        """The mappings of those among these regions that are mapped."""
+    def find(self, region_ids: list[int], *, writable: bool) -> dict[int, Mapping]:
+        """The mappings of those among these regions that are mapped, for writing if so asked."""
         mappings = self._mappings
-        return {region_id: mappings[region_id] for region_id in region_ids if region_id in mappings}
+        found = {region_id: mappings.get(region_id) for region_id in region_ids}
+        return {
+            region_id: mapping
+            for region_id, mapping in found.items()
+            if mapping is not None and (mapping.writable or not writable)
+        }
 
     def retire(self, region_ids: Iterable[int]) -> None:
         """Let go of regions the daemon wants back; each is unmapped when nobody looks at it any more."""
@@ -50,5 +56,11 @@ class Regions:
 
     def drop_all(self) -> bool:
         """Let go of everything. True if nothing is mapped any more, False if arrays still keep some."""
-        self._mappings.clear()
+        self._dropped = {region_id: weakref.ref(mapping) for region_id, mapping in self._mappings.items()}
+        self._mappings = {}
         return not len(self._alive)
+
+    def unmapped(self) -> list[list[int]]:
+        """The regions that ``drop_all`` really unmapped, in lists of a size that fits a message."""
+        gone = [region_id for region_id, ref in self._dropped.items() if ref() is None]
+        return [gone[start : start + 1024] for start in range(0, len(gone), 1024)]

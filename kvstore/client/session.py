@@ -21,7 +21,7 @@ import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
-from kvstore.client.greeting import greet
+from kvstore.client.greeting import Greeted, greet
 from kvstore.client.mapping import Regions
 from kvstore.client.transport import ReplyT, TimedOutError, Transport
 from kvstore.errors import KVStoreError, ProtocolError, SessionEndedError, UnavailableError
@@ -45,6 +45,10 @@ class Claimed:
 
     def end(self, why: str) -> None:
         """The right is gone; must not block nor call the session."""
+        raise NotImplementedError
+
+    def abandon(self, why: str) -> None:
+        """The session is being closed: let go of what nothing but the claim itself keeps."""
         raise NotImplementedError
 
 
@@ -144,13 +148,13 @@ class Session:
 
     def mappings(self, region_ids: list[int], *, writable: bool) -> dict[int, Mapping]:
         """The mappings of these regions, made where they are missing. Raises UnavailableError if that fails."""
-        found = self.regions.find(region_ids)
+        found = self.regions.find(region_ids, writable=writable)
         if len(found) == len(region_ids):
             return found
         missing = [region_id for region_id in region_ids if region_id not in found]
         for start in range(0, len(missing), MAX_DESCRIPTORS):
             self._map(missing[start : start + MAX_DESCRIPTORS], writable=writable)
-        return self.regions.find(region_ids)
+        return self.regions.find(region_ids, writable=writable)
 
     def _map(self, region_ids: list[int], *, writable: bool) -> None:
         deadline_s = time.monotonic() + self.timeout_s
@@ -175,6 +179,7 @@ class Session:
             for fd in fds:
                 os.close(fd)
         if writable:
+            deadline_s = time.monotonic() + self.timeout_s
             # Only when the daemon knows that we have our writable mapping can it seal, and others read.
             self._call(
                 Method.REGIONS_MAPPED,
@@ -249,7 +254,12 @@ class Session:
 
     def _connect(self, deadline_s: float) -> None:
         """Say hello on both connections, back to the old session if the daemon still knows it."""
-        greeted = greet(self._path, self._tenant, self._client_name, self._token, deadline_s)
+        self._adopt(self._greet(deadline_s))
+
+    def _greet(self, deadline_s: float) -> Greeted:
+        return greet(self._path, self._tenant, self._client_name, self._token, deadline_s)
+
+    def _adopt(self, greeted: Greeted) -> None:
         reply = greeted.reply
         self._end_claims("the connection to the daemon was lost meanwhile")
         if (reply.epoch, reply.session_id) != (self.epoch, self.session_id):
@@ -280,13 +290,16 @@ class Session:
     def _after_fork(self) -> None:
         """In a forked child: the parent's connections, leases and mappings are none of ours."""
         self._lock = threading.RLock()  # a thread that is not here may have held it
+        if self._closed:
+            self._pid = os.getpid()
+            return
         for transport in (self._calls, self._events):
             if transport is not None:
                 transport.close()
         self._end_claims("a forked child has no right to its parent's leases")
-        os.close(self._wake_fd)
+        self._close_wake()
         self._reset()
-        with contextlib.suppress(UnavailableError):  # the thread goes on trying
+        with contextlib.suppress(KVStoreError):  # the thread goes on trying
             self._connect(time.monotonic() + self.timeout_s)
         self._start_thread()
 
@@ -296,11 +309,15 @@ class Session:
         If arrays over the daemon's memory are still alive, their slots stay out of use until this process
         ends: the daemon is then not told that nothing is used any more.
         """
+        if self._pid != os.getpid():
+            self._closed = True  # a fork's copy: nothing of the parent's is its own to end
+            return
         with self._lock:
-            if self._closed or self._pid != os.getpid():
-                self._closed = True
+            if self._closed:
                 return
-            self._end_claims("the client was closed")
+            for ref in list(self._claims.values()):
+                if (claimed := ref()) is not None:
+                    claimed.abandon("the client was closed")
             if self.regions.drop_all() and self._calls is not None and self._healthy.is_set():
                 # Gone or hanging is fine: the kernel tells the daemon when this process ends.
                 with contextlib.suppress(KVStoreError):
@@ -310,11 +327,22 @@ class Session:
                         pb.GoodbyeReply,
                         time.monotonic() + self.timeout_s,
                     )
+            elif self._events is not None and self._healthy.is_set():
+                self._tell_what_is_over(self._events)
             self._closed = True
             self._disconnected("the client was closed")
         if self._thread is not None:
             self._thread.join()
         self._close_wake()
+
+    def _tell_what_is_over(self, events: Transport) -> None:
+        """At the end: what is acknowledged, and the regions that are unmapped. The rest ends with the process."""
+        with contextlib.suppress(KVStoreError):
+            deadline_s = time.monotonic() + self.timeout_s
+            for region_ids in self.regions.unmapped():
+                self._acks.append((Method.REGIONS_UNMAPPED, pb.RegionsUnmappedRequest(region_ids=region_ids)))
+            while self._acks:
+                events.send(*self._acks.popleft(), deadline_s, no_reply=True)
 
     # The thread ----------------------------------------------------------------------------------
 
@@ -371,20 +399,33 @@ class Session:
         for lease, ids in ((True, event.ended_leases), (False, event.ended_reservations)):
             for claim_id in ids:
                 ref = self._claims.pop((lease, claim_id), None)
-                if ref is not None and (claimed := ref()) is not None:
+                if ref is None:
+                    # Granted in a reply that nobody waited for, or let go of meanwhile: nothing uses it.
+                    self._acknowledge_end(lease, claim_id)
+                elif (claimed := ref()) is not None:
                     claimed.end("its time was up")
         # Without the lock: a caller may hold it, waiting for the very room that this gives.
         self.regions.retire(event.retired_regions)
 
+    def _acknowledge_end(self, lease: bool, claim_id: int) -> None:
+        if lease:
+            self.acknowledge(Method.RELEASE, pb.ReleaseRequest(lease_id=claim_id))
+        else:
+            self.acknowledge(Method.ABORT, pb.AbortRequest(reservation_id=claim_id))
+
     def _reconnect(self) -> Transport | None:
+        # Without the lock: nobody's call waits for a daemon that does not answer.
+        try:
+            greeted = self._greet(time.monotonic() + self.timeout_s)
+        except KVStoreError:
+            self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
+            return None
         with self._lock:
             if self._closed:
+                greeted.calls.close()
+                greeted.events.close()
                 return None
-            try:
-                self._connect(time.monotonic() + self.timeout_s)
-            except UnavailableError:
-                self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
-                return None
+            self._adopt(greeted)
             self._retry_s, self._beat_at_s, self._beat_sent = RETRY_S_MIN, 0.0, False
             return self._events
 
@@ -398,16 +439,19 @@ class Session:
             os.eventfd_write(self._wake_fd, 1)
 
     def _close_wake(self) -> None:
-        if self._wake_fd >= 0:
-            os.close(self._wake_fd)
-            self._wake_fd = -1
+        wake_fd, self._wake_fd = self._wake_fd, -1
+        if wake_fd >= 0:
+            os.close(wake_fd)
 
 
 def _run(ref: weakref.ref[Session], wake_fd: int) -> None:
     """The thread: holds the session only while it works, so that a forgotten client can be collected."""
     while True:
         session = ref()
-        polled = session.tick() if session is not None else None
+        if session is None:
+            os.close(wake_fd)  # forgotten without a close: nobody else will
+            return
+        polled = session.tick()
         del session
         if polled is None:
             return

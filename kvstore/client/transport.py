@@ -107,10 +107,11 @@ class Transport:
         request_id = self._next_id
         self._next_id += 1
         frame = encode(method, FLAG_NO_REPLY if no_reply else 0, request_id, request)
+        self._arm(deadline_s)
         try:
-            self._arm(deadline_s)
             self._sock.sendall(frame)
-        except (OSError, TimedOutError) as error:
+        except OSError as error:
+            # Part of the frame may be gone: what follows would not be understood.
             self.close()
             raise UnavailableError(f"the daemon took no {method.name} request: {error}") from error
         return request_id

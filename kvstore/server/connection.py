@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from kvstore.errors import ProtocolError
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import (
     FLAG_NO_REPLY,
+    FLAG_REPLY,
     HEADER_BYTES,
     Method,
     decode_header,
@@ -28,6 +30,9 @@ BACKLOG_BYTES_MAX = 128 << 20
 
 _received = memoryview(bytearray(RECEIVE_BYTES))
 """Shared by all connections of the loop's thread: a fresh buffer for each read would be mapped and unmapped."""
+
+BACKLOG_BYTES_PAUSED = 1 << 20
+PAYLOAD_BYTES_BEFORE_HELLO = 4096
 
 FRAMES_PER_TURN = 32
 """So that one busy client can't keep the loop from the others."""
@@ -53,13 +58,16 @@ class Connection:
         self._outbox_bytes = 0
         self._paused = False
         self._closing = False
+        self._ended = False
         self.closed = False
+        self.payload_bytes_max = PAYLOAD_BYTES_BEFORE_HELLO
+        """Raised by the owner once it knows who this is."""
         self.context: object = None
         """Whatever the owner wants to remember about this connection."""
         loop.add_reader(sock, self._readable)
 
     def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send or queue one frame; the descriptors must stay open until it is sent, which for replies is now."""
+        """Send or queue one frame. Descriptors are duplicated if they have to wait: theirs may be closed by then."""
         if self.closed:
             return
         if self._outbox:
@@ -76,16 +84,30 @@ class Connection:
     def pause(self) -> None:
         """Take no more frames until ``resume``: the current one is still being worked on."""
         self._paused = True
-        if not self.closed:
-            self._loop.remove_reader(self._sock)
+        self._update_reader()
 
     def resume(self) -> None:
         """Go on taking frames."""
         self._paused = False
-        if not self.closed:
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._update_reader()
+        if self._inbox or self._ended:
+            self._loop.call_soon(self._drain)
+
+    @property
+    def _blocked(self) -> bool:
+        # Who does not read his replies gets no further ones.
+        return self.closed or self._closing or self._paused or self._outbox_bytes > BACKLOG_BYTES_PAUSED
+
+    def _update_reader(self) -> None:
+        if self.closed:
+            return
+        if self._blocked or self._ended:
+            self._loop.remove_reader(self._sock)
+        else:
             self._loop.add_reader(self._sock, self._readable)
-            if self._inbox:
-                self._loop.call_soon(self._drain)
 
     def close_after_sending(self) -> None:
         """Take no more frames, send what is queued, then close."""
@@ -101,6 +123,9 @@ class Connection:
         self._loop.remove_reader(self._sock)
         self._loop.remove_writer(self._sock)
         self._sock.close()
+        for _, descriptors in self._outbox:
+            for descriptor in descriptors:
+                os.close(descriptor)
         self._outbox.clear()
         self._on_close(self)
 
@@ -112,33 +137,51 @@ class Connection:
         except OSError:
             self.close()
             return
-        if not n_bytes:
-            self.close()
+        if n_bytes:
+            self._inbox += _received[:n_bytes]
+            self._drain()
             return
-        self._inbox += _received[:n_bytes]
+        # What was sent before the end counts: releases above all.
+        self._ended = True
+        self._update_reader()
         self._drain()
 
     def _drain(self) -> None:
-        taken = 0
+        taken, more = 0, False
         try:
             for _ in range(FRAMES_PER_TURN):
-                if self.closed or self._closing or self._paused or len(self._inbox) - taken < HEADER_BYTES:
+                frame = None if self._blocked else self._frame_at(taken)
+                if frame is None:
                     break
-                length, method, flags, request_id = decode_header(memoryview(self._inbox)[taken : taken + HEADER_BYTES])
-                end = taken + HEADER_BYTES + length
-                if len(self._inbox) < end:
-                    break
-                payload = bytes(memoryview(self._inbox)[taken + HEADER_BYTES : end])
-                taken = end
+                method, flags, request_id, payload, taken = frame
                 self._on_frame(self, method, flags, request_id, payload)
             else:
-                self._loop.call_soon(self._drain)
+                more = True
         except ProtocolError:
             # Nothing after a malformed header can be trusted to be a frame.
             self.close()
             return
         if taken:
             del self._inbox[:taken]
+        if more:
+            self._loop.call_soon(self._drain)
+        elif self._ended and not self._paused:
+            self.close()
+
+    def _frame_at(self, start: int) -> tuple[int, int, int, bytes, int] | None:
+        """(method, flags, request id, payload, end) of the whole frame there, None if it is not all there."""
+        if len(self._inbox) - start < HEADER_BYTES:
+            return None
+        view = memoryview(self._inbox)
+        length, method, flags, request_id = decode_header(view[start : start + HEADER_BYTES])
+        if flags & FLAG_REPLY:
+            raise ProtocolError("a client sent a reply")
+        if length > self.payload_bytes_max:
+            raise ProtocolError(f"a frame of {length} bytes; the most is {self.payload_bytes_max} here")
+        end = start + HEADER_BYTES + length
+        if len(self._inbox) < end:
+            return None
+        return method, flags, request_id, bytes(view[start + HEADER_BYTES : end]), end
 
     def _try_send(self, data: memoryview, descriptors: tuple[int, ...]) -> int | None:
         try:
@@ -156,7 +199,8 @@ class Connection:
         if self._outbox_bytes > BACKLOG_BYTES_MAX:
             self.close()
             return
-        self._outbox.append((data, descriptors))
+        self._outbox.append((data, tuple(map(os.dup, descriptors))))
+        self._update_reader()
         with contextlib.suppress(ValueError):
             self._loop.add_writer(self._sock, self._writable)
 
@@ -166,11 +210,14 @@ class Connection:
             sent = self._try_send(data, descriptors)
             if sent is None or sent == 0:
                 return
+            for descriptor in descriptors:
+                os.close(descriptor)
             self._outbox_bytes -= sent
             if sent < len(data):
                 self._outbox[0] = (data[sent:], ())
                 return
             self._outbox.popleft()
         self._loop.remove_writer(self._sock)
+        self._go_on()
         if self._closing:
             self.close()

@@ -20,7 +20,7 @@ from kvstore.prefix_index.policy import make_policy
 from kvstore.server.connection import Connection
 from kvstore.server.handlers import Handlers, Reply
 from kvstore.server.listen import ListeningSocket
-from kvstore.server.session import Session, Sessions
+from kvstore.server.session import Session, Sessions, peer_pidfd
 from kvstore.store.store import LeaseLimits, Store
 from kvstore.tiers.dram import DramTier
 from kvstore.types import Namespace
@@ -30,6 +30,7 @@ from kvstore.wire.framing import (
     FLAG_ERROR,
     FLAG_NO_REPLY,
     FLAG_REPLY,
+    MAX_PAYLOAD_BYTES,
     PROTOCOL_VERSION_MAX,
     PROTOCOL_VERSION_MIN,
     REQUESTS,
@@ -40,6 +41,7 @@ from kvstore.wire.framing import (
 
 TICK_S = 0.05
 LATE_HEARTBEATS_ALLOWED = 3
+ACCEPT_PAUSE_S = 1.0
 CLIENT_NAME_CHARS_MAX = 256
 GREETINGS_MAX = 64
 """Connections beyond those of full sessions, so that a client too many can be told why."""
@@ -102,8 +104,10 @@ class Daemon:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            # Out of descriptors: the client sees a refused or closed connection; the daemon goes on.
-            log.error("a client could not be accepted: %s", error)
+            # Out of descriptors: clients wait in the socket's queue until some are free again.
+            log.error("no client can be accepted for %.0f s: %s", ACCEPT_PAUSE_S, error)
+            self._loop.remove_reader(self._listening.sock)
+            self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
             return
         sock.setblocking(False)
         pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -112,8 +116,12 @@ class Daemon:
             sock.close()
             return
         connection = Connection(self._loop, sock, self._on_frame, self._on_close)
-        connection.context = _Greeting(pid, self._clock.now_s() + self._config.hello_s)
+        connection.context = _Greeting(sock, pid, self._clock.now_s() + self._config.hello_s)
         self._connections.add(connection)
+
+    def _accept_again(self) -> None:
+        if self._tick_handle is not None and not self._tick_handle.cancelled():
+            self._loop.add_reader(self._listening.sock, self._accept)
 
     def _on_close(self, connection: Connection) -> None:
         self._connections.discard(connection)
@@ -124,8 +132,6 @@ class Daemon:
             session.events = None
         elif session.calls is connection and self.sessions.get(session.id) is session:
             self._cut_off(session)
-            if session.pidfd is None:
-                self._forget(session)
 
     def _on_frame(self, connection: Connection, method: int, flags: int, request_id: int, payload: bytes) -> None:
         try:
@@ -196,11 +202,14 @@ class Daemon:
             session = self.sessions.by_token(request.session_token)
             if session is None or not session.live:
                 raise SessionEndedError("the session to join has ended: connect again")
-            session.events = connection
+            previous, session.events = session.events, connection
+            if isinstance(previous, Connection):
+                previous.close()
         else:
             session = self._resume_session(greeting, request) or self._open_session(greeting, request)
             session.calls = connection
         connection.context = session
+        connection.payload_bytes_max = MAX_PAYLOAD_BYTES
         reply = pb.HelloReply(
             version=version,
             session_id=session.id,
@@ -216,7 +225,12 @@ class Daemon:
     def _resume_session(self, greeting: _Greeting, request: pb.HelloRequest) -> Session | None:
         """The session whose token the same process shows again: its rights are gone, its holds go on."""
         session = self.sessions.by_token(request.session_token) if request.session_token else None
-        if session is None or session.pid != greeting.pid or session.tenant != (request.tenant or "default"):
+        if (
+            session is None
+            or not greeting.pid
+            or session.pid != greeting.pid
+            or session.tenant != (request.tenant or "default")
+        ):
             return None
         previous, session.calls = session.calls, None
         if isinstance(previous, Connection):
@@ -239,6 +253,7 @@ class Daemon:
             tenant,
             request.client_name[:CLIENT_NAME_CHARS_MAX],
             greeting.pid,
+            peer_pidfd(greeting.sock, greeting.pid),
             self._clock.now_s(),
             self._forget,
         )
@@ -261,6 +276,14 @@ class Daemon:
 
     def _tick(self) -> None:
         self._loop_lag_s_max = max(self._loop_lag_s_max * 0.99, self._loop.time() - self._tick_due_s)
+        try:
+            self._end_overdue()
+            self._tell_ended()
+            self._ask_to_unmap()
+        finally:
+            self._schedule_tick()
+
+    def _end_overdue(self) -> None:
         now_s = self._clock.now_s()
         silence_s = LATE_HEARTBEATS_ALLOWED * self._config.heartbeat_s
         for session in self.sessions:
@@ -275,9 +298,6 @@ class Daemon:
         for connection in list(self._connections):
             if isinstance(connection.context, _Greeting) and connection.context.deadline_s < now_s:
                 connection.close()
-        self._tell_ended()
-        self._ask_to_unmap()
-        self._schedule_tick()
 
     def _tell_ended(self) -> None:
         events: dict[int, pb.Event] = {}
@@ -318,7 +338,8 @@ class Daemon:
 class _Greeting:
     """What is known of a connection before its hello."""
 
-    def __init__(self, pid: int, deadline_s: float) -> None:
+    def __init__(self, sock: socket.socket, pid: int, deadline_s: float) -> None:
+        self.sock = sock
         self.pid = pid
         self.deadline_s = deadline_s
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +33,7 @@ UNMAP_WAIT_S = 0.1
 """How long a reservation waits for clients to unmap what was retired for it; what is not there then is skipped."""
 
 EXTRAS_MAX = 4096
+REGIONS_MAX = 4096
 
 
 class Reply(NamedTuple):
@@ -92,7 +93,7 @@ class Handlers:
                 f"connect as that tenant"
             )
         opened = self._store.namespaces.open(namespace, request.name)
-        return Reply(pb.OpenNamespaceReply(namespace_id=opened.id, digest=opened.digest))
+        return Reply(pb.OpenNamespaceReply(digest=opened.digest))
 
     def match(self, session: Session, request: pb.MatchRequest) -> Result:
         prompt = self._prompt(session, request.prompt)
@@ -180,12 +181,12 @@ class Handlers:
         return Reply(reply, tuple(region.fd for region in regions))
 
     def regions_mapped(self, session: Session, request: pb.RegionsMappedRequest) -> Result:
-        for region_id in request.region_ids:
+        for region_id in _bounded(request.region_ids):
             self._store.seal_region(session.id, region_id)
         return Reply(pb.RegionsMappedReply())
 
     def regions_unmapped(self, session: Session, request: pb.RegionsUnmappedRequest) -> Result:
-        for region_id in request.region_ids:
+        for region_id in _bounded(request.region_ids):
             self._store.dram.remove_mapper(region_id, session.id)
         self.memory_came_back()
         return Reply(pb.RegionsUnmappedReply())
@@ -207,9 +208,9 @@ class Handlers:
         return Reply(pb.StatsReply(numbers={**numbers, **more_numbers}, texts={**texts, **more_texts}))
 
     def _prompt(self, session: Session, message: pb.Prompt) -> Prompt:
-        opened = self._store.namespaces.get(message.namespace_id)
+        opened = self._store.namespaces.get(message.namespace)
         if opened is None or opened.namespace.tenant != session.tenant:
-            raise EndedError(f"namespace id {message.namespace_id} is not open here: open the namespace again")
+            raise EndedError(f"namespace {message.namespace.hex()!r:.40} is not open here: open the namespace again")
         namespace = opened.namespace
         if namespace.row_kind is RowKind.HASHES:
             if message.extras:
@@ -251,6 +252,12 @@ class Handlers:
 
     def _life_s(self, deadline_s: float) -> float:
         return max(deadline_s - self._store.clock.now_s(), 0.0)
+
+
+def _bounded(region_ids: Sequence[int]) -> Sequence[int]:
+    if len(region_ids) > REGIONS_MAX:
+        raise BadInputError(f"{len(region_ids)} regions in one message; the most is {REGIONS_MAX}")
+    return region_ids
 
 
 def _fill(message: pb.Slots, dram: DramTier, slots: NDArray[np.int64]) -> None:

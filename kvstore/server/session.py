@@ -10,16 +10,45 @@ its token) or is known to be gone.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import secrets
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvstore.errors import UnavailableError
 from kvstore.wire import kvstore_pb2 as pb
 
 TOKEN_BYTES = 16
+
+
+SO_PEERPIDFD = 77
+
+
+def peer_pidfd(sock: socket.socket, pid: int) -> int:
+    """A descriptor that tells when the process at the other end of a Unix socket has ended.
+
+    Works from any PID namespace on Linux 6.5 and newer. Without it nobody could know when the client's memory
+    mappings are gone, so raises UnavailableError if the kernel can't give one: the client is then refused.
+    """
+    try:
+        return int(sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD))
+    except OSError as error:
+        if error.errno not in (errno.ENOPROTOOPT, errno.EINVAL):
+            raise UnavailableError(
+                f"the client's process can't be watched ({error.strerror}): raise `ulimit -n`"
+            ) from error
+    if pid <= 0:
+        raise UnavailableError(
+            "the client is in another PID namespace, where this kernel (before 6.5) can't watch it: share the namespace"
+        )
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        raise UnavailableError(f"the client's process {pid} can't be watched: {error.strerror}") from error
 
 
 class EventSink(Protocol):
@@ -38,17 +67,17 @@ class Session:
     tenant: str
     client_name: str
     pid: int
+    pidfd: int
     heartbeat_at_s: float
     token: bytes = field(default_factory=lambda: secrets.token_bytes(TOKEN_BYTES))
-    pidfd: int | None = None
     live: bool = True
     calls: object = None
     events: EventSink | None = None
 
     def close_pidfd(self) -> None:
-        if self.pidfd is not None:
+        if self.pidfd >= 0:
             os.close(self.pidfd)
-            self.pidfd = None
+            self.pidfd = -1
 
 
 class Sessions:
@@ -69,20 +98,16 @@ class Sessions:
     def get(self, session_id: int) -> Session | None:
         return self._by_id.get(session_id)
 
-    def open(self, tenant: str, client_name: str, pid: int, now_s: float, gone: Callable[[Session], None]) -> Session:
-        """A new session of a process; ``gone`` is called once when that process has ended.
+    def open(
+        self, tenant: str, client_name: str, pid: int, pidfd: int, now_s: float, gone: Callable[[Session], None]
+    ) -> Session:
+        """A new session of the process behind ``pidfd``, which belongs to the session from now on.
 
-        The kernel's pidfd tells of the end even if the process was stopped or its socket is held open by a
-        child. A process that can't be watched (already gone, other PID namespace) counts as gone when its
-        connection ends.
+        ``gone`` is called once when that process has ended; the kernel tells even if it was stopped, or if a
+        child holds its socket open.
         """
-        session = Session(next(self._ids), tenant, client_name, pid, now_s)
-        try:
-            session.pidfd = os.pidfd_open(pid)
-        except OSError:
-            session.pidfd = None
-        else:
-            self._watch(session.pidfd, lambda: gone(session))
+        session = Session(next(self._ids), tenant, client_name, pid, pidfd, now_s)
+        self._watch(pidfd, lambda: gone(session))
         self._by_id[session.id] = session
         return session
 
@@ -98,7 +123,6 @@ class Sessions:
         if self._by_id.pop(session.id, None) is None:
             return False
         session.live = False
-        if session.pidfd is not None:
-            self._unwatch(session.pidfd)
-            session.close_pidfd()
+        self._unwatch(session.pidfd)
+        session.close_pidfd()
         return True

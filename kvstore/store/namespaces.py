@@ -1,4 +1,4 @@
-"""Open namespaces: small ids for descriptions, root keys, names."""
+"""Open namespaces by digest, their root keys and their names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ NAMES_MAX = 16384
 
 @dataclass(slots=True)
 class OpenNamespace:
-    """A namespace that this daemon knows. ``id`` is valid for one daemon process only."""
+    """A namespace that this daemon knows."""
 
-    id: int
     namespace: Namespace
     digest: bytes
     block_bytes: int
@@ -39,11 +38,10 @@ class Namespaces:
 
     def __init__(self) -> None:
         self._by_digest: dict[bytes, OpenNamespace] = {}
-        self._by_id: dict[int, OpenNamespace] = {}
         self._names: dict[tuple[str, str], OpenNamespace] = {}
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self._by_digest)
 
     def open(self, namespace: Namespace, name: str = "") -> OpenNamespace:
         """The entry for a description; ``name``, if given, is bound to it within its tenant.
@@ -66,17 +64,17 @@ class Namespaces:
         digest = namespace.digest()
         entry = self._by_digest.get(digest)
         if entry is None:
-            if len(self._by_id) >= NAMESPACES_MAX:
+            if len(self._by_digest) >= NAMESPACES_MAX:
                 raise BadInputError(
                     f"{NAMESPACES_MAX} namespaces are open, the most a daemon keeps: "
                     f"use salts for what changes per request"
                 )
-            entry = OpenNamespace(len(self._by_id) + 1, namespace, digest, namespace.spec.block_bytes)
+            entry = OpenNamespace(namespace, digest, namespace.spec.block_bytes)
             self._by_digest[digest] = entry
-            self._by_id[entry.id] = entry
         if name:
             self._names[(namespace.tenant, name)] = entry
         return entry
 
-    def get(self, namespace_id: int) -> OpenNamespace | None:
-        return self._by_id.get(namespace_id)
+    def get(self, digest: bytes) -> OpenNamespace | None:
+        """The open namespace with this digest."""
+        return self._by_digest.get(digest)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.clock import Clock
 from kvstore.errors import BadInputError, EndedError
@@ -24,6 +25,7 @@ from kvstore.store.integrity import check_agreement
 from kvstore.store.namespaces import Namespaces, OpenNamespace
 from kvstore.store.room import PendingReclaim, RoomMaker
 from kvstore.tiers.dram import DramTier, Region
+from kvstore.types import SLOT_BITS
 
 CLAIMS_PER_SESSION_MAX = 65536
 EXPIRE_BATCH = 256
@@ -131,6 +133,8 @@ class Store:
         lease = self.leases.get(lease_id)
         if lease is None or lease.ended_at(self.clock.now_s()) or lease.tenant != tenant:
             raise EndedError(f"lease {lease_id} is unknown or has ended: match and lease the prefix again")
+        if lease.holders.get(session_id):
+            raise BadInputError(f"this client holds lease {lease_id} already: share the object it has")
         self._check_room_for_claim(session_id, self.leases)
         self.leases.join(lease, session_id)
         return lease
@@ -141,8 +145,10 @@ class Store:
         lease = self.leases.get(lease_id)
         if lease is None or not lease.right_of(session_id, self.clock.now_s()):
             raise EndedError(f"lease {lease_id} is unknown or has ended: it can't be renewed, lease the prefix again")
-        self.leases.renew(lease, self.clock.now_s() + ttl_s)
-        return ttl_s
+        # Others may hold it too: nobody can shorten it for them.
+        deadline_s = max(lease.deadline_s, self.clock.now_s() + ttl_s)
+        self.leases.renew(lease, deadline_s)
+        return deadline_s - self.clock.now_s()
 
     def release(self, session_id: int, lease_id: int) -> bool:
         """The session stopped reading. Idempotent: False if it held no such lease."""
@@ -182,11 +188,18 @@ class Store:
             reason = f"the blocks before are not stored: {len(prefix)} of {first_block} are"
             n_missing = 0
             self.counters.add("skipped_blocks", n_blocks)
+        slot_bytes = self.dram.slot_bytes(prompt.namespace.block_bytes)
+        fitting = self.dram.capacity_bytes // slot_bytes
+        if n_missing > fitting:
+            # Nobody's blocks go for what can't be stored anyway.
+            reason = f"the DRAM tier has room for {fitting} blocks of this size at most"
+            self.counters.add("skipped_blocks", n_missing - fitting)
+            n_missing = fitting
         self.index.pin(prefix)
         reservation = Reservation(
             next(self._ids), prompt.namespace.namespace.tenant, self.clock.now_s() + ttl_s, {session_id: True},
             writer=session_id, root_key=prompt.root_key, path=path,
-            slot_bytes=self.dram.slot_bytes(prompt.namespace.block_bytes), block_bytes=prompt.namespace.block_bytes,
+            slot_bytes=slot_bytes, block_bytes=prompt.namespace.block_bytes,
             first_block=first_block, n_present=n_present, n_wanted=n_missing, prefix_ids=prefix, skipped_reason=reason,
             time_s=prompt.time_s, category=prompt.category,
         )  # fmt: skip
@@ -256,10 +269,14 @@ class Store:
         slots = reservation.slots[:n_blocks]
         first_row = reservation.first_block + reservation.n_present
         try:
+            self._seal_regions_of(slots)
             inserted = self.index.insert(
                 reservation.root_key, reservation.path, first_row, slots, reservation.block_bytes,
                 reservation.time_s, reservation.category,
             )  # fmt: skip
+        except EndedError:
+            self._drop_reservation(reservation, session_id)
+            raise
         except MissingParent as error:
             self._drop_reservation(reservation, session_id)
             raise EndedError(
@@ -276,6 +293,16 @@ class Store:
         self.counters.add("committed_bytes", len(fresh) * reservation.block_bytes)
         self.counters.add("duplicate_blocks", n_duplicate)
         return Commit(len(fresh), n_duplicate)
+
+    def _seal_regions_of(self, slots: NDArray[np.int64]) -> None:
+        """Readers may come from now on. Raises EndedError if a writer has kept the kernel from sealing."""
+        for region_id in np.unique(slots >> SLOT_BITS).tolist():
+            try:
+                self.dram.seal(region_id)
+            except OSError as error:
+                raise EndedError(
+                    f"region {region_id} can't be sealed ({error.strerror}): nothing was stored"
+                ) from error
 
     def abort(self, session_id: int, reservation_id: int) -> bool:
         """The session stopped writing; nothing becomes visible. Idempotent."""
@@ -375,7 +402,12 @@ class Store:
         region = self.dram.regions.get(region_id)
         if region is None or region.writer != session_id:
             raise BadInputError(f"region {region_id} is not this client's to seal")
-        self.dram.seal(region_id)
+        try:
+            self.dram.seal(region_id)
+        except OSError as error:
+            raise BadInputError(
+                f"region {region_id} can't be sealed ({error.strerror}): nobody else will get it"
+            ) from error
 
     # Facts ---------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from kvstore.errors import (
     ProtocolError,
     SessionEndedError,
     SpecMismatchError,
+    UnavailableError,
     VersionError,
 )
 from kvstore.wire import kvstore_pb2 as pb
@@ -20,6 +21,7 @@ _CODES: tuple[tuple[type[KVStoreError], pb.Code], ...] = (
     (SessionEndedError, pb.SESSION_ENDED),
     (EndedError, pb.ENDED),
     (BadInputError, pb.BAD_INPUT),
+    (UnavailableError, pb.UNAVAILABLE),
     (ProtocolError, pb.BAD_INPUT),
 )
 _CLASSES: dict[int, type[KVStoreError]] = {
@@ -28,6 +30,7 @@ _CLASSES: dict[int, type[KVStoreError]] = {
     pb.VERSION: VersionError,
     pb.SESSION_ENDED: SessionEndedError,
     pb.ENDED: EndedError,
+    pb.UNAVAILABLE: UnavailableError,
 }
 
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from kvstore.errors import ProtocolError
+from kvstore.errors import BadInputError, ProtocolError
 from kvstore.wire import kvstore_pb2 as pb
 
 PROTOCOL_VERSION_MIN = 1
@@ -33,6 +33,9 @@ KNOWN_FLAGS = FLAG_REPLY | FLAG_ERROR | FLAG_NO_REPLY
 
 MAX_PAYLOAD_BYTES = 64 << 20
 """A prompt of 16 million tokens fits; anything longer is refused before it is read."""
+
+MAX_SMALL_PAYLOAD_BYTES = 1 << 20
+"""The same for requests that carry no prompt."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -86,6 +89,9 @@ REQUESTS: dict[int, type[Message]] = {
     Method.EVENT: pb.Event,
 }
 
+PROMPTS = frozenset({Method.MATCH, Method.LEASE, Method.RESERVE, Method.PIN})
+"""Requests that carry a prompt."""
+
 REPLIES: dict[int, type[Message]] = {
     Method.HELLO: pb.HelloReply,
     Method.HEARTBEAT: pb.HeartbeatReply,
@@ -109,10 +115,10 @@ REPLIES: dict[int, type[Message]] = {
 
 
 def encode(method: int, flags: int, request_id: int, message: Message) -> bytes:
-    """One whole frame. Raises ProtocolError if the message is longer than a frame may be."""
+    """One whole frame. Raises BadInputError if the message is longer than a frame may be."""
     payload = message.SerializeToString()
     if len(payload) > MAX_PAYLOAD_BYTES:
-        raise ProtocolError(
+        raise BadInputError(
             f"a {Method(method).name} message has {len(payload)} bytes; the most is {MAX_PAYLOAD_BYTES}: "
             "send fewer tokens or blocks in one call"
         )
@@ -124,8 +130,9 @@ def decode_header(data: bytes | bytearray | memoryview) -> tuple[int, int, int, 
     if len(data) < HEADER_BYTES:
         raise ProtocolError(f"a frame has only {len(data)} bytes; its header alone has {HEADER_BYTES}")
     length, method, flags, request_id = HEADER.unpack_from(data)
-    if length > MAX_PAYLOAD_BYTES:
-        raise ProtocolError(f"a frame announces {length} bytes; the most is {MAX_PAYLOAD_BYTES}")
+    most = MAX_PAYLOAD_BYTES if method in PROMPTS or flags & FLAG_REPLY else MAX_SMALL_PAYLOAD_BYTES
+    if length > most:
+        raise ProtocolError(f"a frame announces {length} bytes; the most is {most}")
     if method not in REQUESTS:
         raise ProtocolError(f"unknown method {method}; known are 1..{max(Method)}")
     if flags & ~KNOWN_FLAGS:

@@ -15,6 +15,7 @@ class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     VERSION: _ClassVar[Code]
     ENDED: _ClassVar[Code]
     SESSION_ENDED: _ClassVar[Code]
+    UNAVAILABLE: _ClassVar[Code]
     INTERNAL: _ClassVar[Code]
 
 class Channel(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -27,6 +28,7 @@ SPEC_MISMATCH: Code
 VERSION: Code
 ENDED: Code
 SESSION_ENDED: Code
+UNAVAILABLE: Code
 INTERNAL: Code
 CHANNEL_CALLS: Channel
 CHANNEL_EVENTS: Channel
@@ -104,12 +106,10 @@ class OpenNamespaceRequest(_message.Message):
     def __init__(self, description_json: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class OpenNamespaceReply(_message.Message):
-    __slots__ = ("namespace_id", "digest")
-    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("digest",)
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    namespace_id: int
     digest: bytes
-    def __init__(self, namespace_id: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, digest: _Optional[bytes] = ...) -> None: ...
 
 class Extra(_message.Message):
     __slots__ = ("start_token", "n_tokens", "digest")
@@ -122,22 +122,22 @@ class Extra(_message.Message):
     def __init__(self, start_token: _Optional[int] = ..., n_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("namespace_id", "rows", "salt", "lora", "extras", "policy_time_s", "category")
-    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("namespace", "rows", "salt", "lora", "extras", "policy_time_s", "category")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     LORA_FIELD_NUMBER: _ClassVar[int]
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
     POLICY_TIME_S_FIELD_NUMBER: _ClassVar[int]
     CATEGORY_FIELD_NUMBER: _ClassVar[int]
-    namespace_id: int
+    namespace: bytes
     rows: bytes
     salt: str
     lora: str
     extras: _containers.RepeatedCompositeFieldContainer[Extra]
     policy_time_s: float
     category: int
-    def __init__(self, namespace_id: _Optional[int] = ..., rows: _Optional[bytes] = ..., salt: _Optional[str] = ..., lora: _Optional[str] = ..., extras: _Optional[_Iterable[_Union[Extra, _Mapping]]] = ..., policy_time_s: _Optional[float] = ..., category: _Optional[int] = ...) -> None: ...
+    def __init__(self, namespace: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., salt: _Optional[str] = ..., lora: _Optional[str] = ..., extras: _Optional[_Iterable[_Union[Extra, _Mapping]]] = ..., policy_time_s: _Optional[float] = ..., category: _Optional[int] = ...) -> None: ...
 
 class MatchRequest(_message.Message):
     __slots__ = ("prompt",)

@@ -300,8 +300,10 @@ def test_an_ended_lease_is_a_miss_for_staged_reads(start_daemon: Any, wait_until
         lease = ns.lease(tokens_of(3))
         out = np.zeros((3, BLOCK_BYTES), np.uint8)
         assert lease.copy_into(out) == 3
-        assert lease.renew(20.0)
-        clock.advance(25.0)
+        assert lease.renew(40.0)
+        clock.advance(35.0)
+        assert lease.valid
+        clock.advance(10.0)
         wait_until(lambda: not lease.valid, "the daemon tells that the lease has ended")
         assert lease.copy_into(out) == 0
         assert not lease.renew()

@@ -220,25 +220,44 @@ def test_ten_thousand_lookups_pin_nothing(client: Client) -> None:
     assert ns.match(prompt(1)).n_blocks == 0
 
 
-def test_a_retired_region_counts_until_the_client_lets_go(client: Client, wait_until: Any) -> None:
-    """What a reader keeps mapped is not given to others, and comes back when its last array is gone."""
+def test_an_array_keeps_its_block_also_after_the_release(client: Client, wait_until: Any) -> None:
+    """Whoever still has a view reads what was stored; the block goes when the last view has gone."""
     path = client._session._path
     ns = open_ns(client)
     ns.put(prompt(1), content(1))
     with Client(path, timeout_s=5.0) as reader:
-        lease = open_ns(reader).lease(prompt(1))
-        kept = lease[0]
-        lease.release()
+        kept = open_ns(reader).lease(prompt(1))[0]  # the lease itself is forgotten at once
+        with open_ns(reader).lease(prompt(1)) as lease:
+            also_kept = lease[1]
         client.close()
         with Client(path, timeout_s=5.0) as writer:
             own = open_ns(writer)
             fill(own, 100, 300)
-            assert own.match(prompt(1)).n_blocks == 0
-            wait_until(lambda: float(writer.stats()["dram_retired_mapped_bytes"]) > 0, "the old region is retired")
+            assert writer.stats()["leases"] == 2
             np.testing.assert_array_equal(kept, content(1)[0])
-            del kept
-            wait_until(lambda: writer.stats()["dram_retired_mapped_bytes"] == 0, "the reader unmaps it")
+            np.testing.assert_array_equal(also_kept, content(1)[1])
+            del kept, also_kept
+            wait_until(lambda: writer.stats()["leases"] == 0, "the blocks are let go of")
             fill(own, 1000, 300)
+            assert own.match(prompt(1)).n_blocks == 0
+            wait_until(lambda: writer.stats()["dram_retired_mapped_bytes"] == 0, "the reader unmaps what is retired")
+
+
+def test_an_array_that_outlives_its_client_costs_only_its_own_region(client: Client) -> None:
+    path = client._session._path
+    ns = open_ns(client)
+    for seed in range(1, 60):
+        ns.put(prompt(seed), content(seed))
+    with Client(path, timeout_s=5.0) as reader:
+        handle = open_ns(reader)
+        for seed in range(1, 60):
+            handle.get_into(prompt(seed), np.zeros((4, BLOCK_BYTES), np.uint8))
+        kept = handle.lease(prompt(1))[0]
+    stats = client.stats()
+    assert float(stats["leases"]) + float(stats["leases_ended_unacknowledged"]) == 1
+    assert stats["sessions_lingering"] == 1
+    fill(ns, 100, 300)
+    np.testing.assert_array_equal(kept, content(1)[0])
 
 
 @pytest.mark.parametrize("n_writers", [3])

@@ -140,7 +140,7 @@ def test_a_payload_that_is_no_message_is_answered_and_the_connection_goes_on(raw
             pb.BAD_INPUT,
             "modle",
         ),
-        (Method.LEASE, pb.LeaseRequest(prompt=pb.Prompt(namespace_id=77)), pb.ENDED, "77"),
+        (Method.LEASE, pb.LeaseRequest(prompt=pb.Prompt(namespace=b"x" * 16)), pb.ENDED, "7878"),
         (Method.COMMIT, pb.CommitRequest(reservation_id=5), pb.ENDED, "5"),
         (Method.RENEW, pb.RenewRequest(lease_id=5), pb.ENDED, "5"),
         (Method.ATTACH_LEASE, pb.AttachLeaseRequest(lease_id=5), pb.ENDED, "5"),
@@ -165,7 +165,7 @@ def test_hashes_and_tokens_of_odd_lengths_are_refused(daemon: Any, client: Clien
     raw = Raw(daemon.config.socket_path)
     hello(raw)
     raw.receive()
-    raw.send(Method.MATCH, pb.MatchRequest(prompt=pb.Prompt(namespace_id=ns.namespace_id(), rows=b"12345")))
+    raw.send(Method.MATCH, pb.MatchRequest(prompt=pb.Prompt(namespace=ns.ensure_open(), rows=b"12345")))
     assert "5 bytes" in raw.error().message
     raw.sock.close()
 

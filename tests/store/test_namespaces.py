@@ -54,8 +54,8 @@ def test_equal_descriptions_share_one_entry() -> None:
     again = Namespace.from_dict(BASE.to_dict())
     assert spaces.open(again) is spaces.open(replace(BASE), "name") is entry
     assert len(spaces) == 1
-    assert spaces.get(entry.id) is entry
-    assert spaces.get(entry.id + 1) is None
+    assert spaces.get(entry.digest) is entry
+    assert spaces.get(b"x" * 16) is None
     assert entry.block_bytes == SPEC.block_bytes
 
 

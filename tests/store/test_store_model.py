@@ -25,7 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvstore.errors import EndedError
+from kvstore.errors import BadInputError, EndedError
 from kvstore.store.store import LeaseLimits
 
 KIB = 1 << 10
@@ -410,6 +410,10 @@ class StoreMachine(RuleBasedStateMachine):
             with pytest.raises(EndedError):
                 self.store.attach(number, tenant, held.id)
             return
+        if held.rights.get(number):
+            with pytest.raises(BadInputError):
+                self.store.attach(number, tenant, held.id)
+            return
         lease = self.store.attach(number, tenant, held.id)
         assert self.rig.slots_of(lease).tolist() == held.slots
         held.rights[number] = True
@@ -425,8 +429,8 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.renew(number, held.id, ttl_s)
             return
         granted_s = min(ttl_s or 10.0, 40.0)
-        assert self.store.renew(number, held.id, ttl_s) == granted_s
-        held.deadline_s = self.now_s + granted_s
+        held.deadline_s = max(held.deadline_s, self.now_s + granted_s)
+        assert self.store.renew(number, held.id, ttl_s) == pytest.approx(held.deadline_s - self.now_s)
 
     def release(self, dice: random.Random) -> None:
         if not self.leases:

@@ -11,7 +11,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvstore.errors import ProtocolError
+from kvstore.errors import BadInputError, ProtocolError
 from kvstore.wire import framing
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import (
@@ -19,6 +19,8 @@ from kvstore.wire.framing import (
     HEADER_BYTES,
     KNOWN_FLAGS,
     MAX_PAYLOAD_BYTES,
+    MAX_SMALL_PAYLOAD_BYTES,
+    PROMPTS,
     REPLIES,
     REQUESTS,
     Method,
@@ -109,14 +111,18 @@ def test_any_bytes_are_a_sound_header_or_a_protocol_error(data: bytes) -> None:
 
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(
-    st.sampled_from([0, 17, MAX_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES + 1, U32]) | st.integers(0, U32),
+    st.sampled_from(
+        [0, 17, MAX_SMALL_PAYLOAD_BYTES, MAX_SMALL_PAYLOAD_BYTES + 1, MAX_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES + 1, U32]
+    )
+    | st.integers(0, U32),
     st.sampled_from([0, 1, len(Method), len(Method) + 1, 65535]) | st.integers(0, 65535),
     st.sampled_from([0, 1, 7, 8, 65535]) | st.integers(0, 65535),
     st.integers(0, U64),
 )
 def test_headers_near_the_limits(length: int, method: int, flags: int, request_id: int) -> None:
     data = struct.pack("<IHHQ", length, method, flags, request_id)
-    if length <= MAX_PAYLOAD_BYTES and 1 <= method <= len(Method) and flags <= 7:
+    most = MAX_PAYLOAD_BYTES if method in PROMPTS or flags & 1 else MAX_SMALL_PAYLOAD_BYTES
+    if length <= most and 1 <= method <= len(Method) and flags <= 7:
         assert decode_header(data) == (length, method, flags, request_id)
     else:
         with pytest.raises(ProtocolError) as caught:
@@ -157,5 +163,5 @@ def test_a_payload_that_can_not_be_parsed_is_named() -> None:
 def test_a_message_longer_than_a_frame_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(framing, "MAX_PAYLOAD_BYTES", 100)
     assert len(encode(Method.STATS, 0, 1, pb.OpenNamespaceRequest(name="x" * 98))) == HEADER_BYTES + 100
-    with pytest.raises(ProtocolError, match="OPEN_NAMESPACE message has 101 bytes; the most is 100"):
+    with pytest.raises(BadInputError, match="OPEN_NAMESPACE message has 101 bytes; the most is 100"):
         encode(Method.OPEN_NAMESPACE, 0, 1, pb.OpenNamespaceRequest(name="x" * 99))

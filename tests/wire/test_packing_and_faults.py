@@ -70,8 +70,8 @@ ARRIVES_AS: dict[type[Exception], type[Exception]] = {
     errors.VersionError: errors.VersionError,
     errors.EndedError: errors.EndedError,
     errors.SessionEndedError: errors.SessionEndedError,
-    errors.UnavailableError: KVStoreError,
-    errors.SocketInUseError: KVStoreError,
+    errors.UnavailableError: errors.UnavailableError,
+    errors.SocketInUseError: errors.UnavailableError,
     errors.IntegrityError: KVStoreError,
 }
 
