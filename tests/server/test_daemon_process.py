@@ -128,6 +128,25 @@ def test_clients_carry_on_after_a_restart(process: Process) -> None:
         assert client.stats()["leases"] == 0
 
 
+def test_a_restarted_daemon_cant_take_one_namespace_for_another(process: Process) -> None:
+    """Whatever order clients come back in, each finds its own model's blocks and nobody else's."""
+    other = Namespace("another model", NAMESPACE.spec)
+    with Client(process.path, timeout_s=5.0) as first, Client(process.path, timeout_s=5.0) as second:
+        mine, theirs = first.open(NAMESPACE), second.open(other)
+        process.kill()
+        process.start()
+        assert second.wait_healthy(20.0)
+        assert theirs.put(TOKENS, BLOCKS[::-1].copy()).n_stored == 4  # now the first namespace of this daemon
+        assert first.wait_healthy(20.0)
+        assert mine.match(TOKENS).n_blocks == 0
+        assert mine.put(TOKENS, BLOCKS).n_stored == 4
+        out = np.zeros_like(BLOCKS)
+        assert mine.get_into(TOKENS, out).n_blocks == 4
+        np.testing.assert_array_equal(out, BLOCKS)
+        assert theirs.get_into(TOKENS, out).n_blocks == 4
+        np.testing.assert_array_equal(out, BLOCKS[::-1])
+
+
 def test_a_hanging_daemon_costs_one_deadline_and_then_nothing(process: Process, wait_until: Any) -> None:
     """Case 12: the miss comes by the deadline, the next ones at once, and it recovers by itself."""
     with Client(process.path, timeout_s=0.3) as client:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -206,6 +208,33 @@ def test_too_many_clients_are_told_so(start_daemon: Any) -> None:
         hello(raw)
         assert "--max-clients" in raw.error().message
         raw.sock.close()
+
+
+def test_a_queued_descriptor_is_the_one_that_was_asked_for(daemon: Any, client: Client) -> None:
+    """A client that does not read its replies must not get whatever the number stands for later."""
+    ns = client.open(Namespace("m", KVSpec.opaque(16, 4096)))
+    ns.put(np.arange(16), np.ones((1, 4096), np.uint8))
+    region = daemon.call(lambda d: next(iter(d.store.dram.regions.values())))
+    raw = Raw(daemon.config.socket_path)
+    hello(raw)
+    raw.receive()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for number in range(3000):  # more replies than the socket holds
+        raw.send(Method.MAP_REGIONS, pb.MapRegionsRequest(region_ids=[region.id]), number)
+    inode = os.fstat(region.fd).st_ino
+    seen = 0
+    data = b""
+    while seen < 3000:
+        part, fds, _, _ = socket.recv_fds(raw.sock, 1 << 16, 64)
+        assert {os.fstat(fd).st_ino for fd in fds} <= {inode}
+        for fd in fds:
+            os.close(fd)
+        data += part
+        while len(data) >= HEADER_BYTES and len(data) >= HEADER_BYTES + HEADER.unpack_from(data)[0]:
+            data = data[HEADER_BYTES + HEADER.unpack_from(data)[0] :]
+            seen += 1
+    raw.sock.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2
 
 
 frames = st.lists(
