@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import native
-from kvstore.client.session import Claimed, Session
+from kvstore.client.claims import Claimed
+from kvstore.client.session import Session
 from kvstore.errors import BadInputError, EndedError, ProtocolError, UnavailableError
 from kvstore.native import Mapping
 from kvstore.types import SLOT_BITS
@@ -207,7 +208,7 @@ class Held(Claimed):
         hold, self._hold = self._hold, None
         self.end(why)
         self.slots.forget()
-        self._session.unwatch(isinstance(self, Lease), self.id)
+        self._session.claims.unwatch(isinstance(self, Lease), self.id)
         if hold is None:
             return
         hold.armed &= not told
@@ -246,7 +247,7 @@ class Lease(Held):
         self.reason = reason
         """Why there was nothing to find out, if the daemon could not be asked."""
         if reply.lease_id:
-            session.watch(True, reply.lease_id, self)
+            session.claims.watch(True, reply.lease_id, self)
 
     def __bool__(self) -> bool:
         return bool(len(self))
@@ -318,7 +319,7 @@ class WriteReservation(Held):
         self.n_skipped: int = n_asked - reply.n_present - len(slots)
         self.reason: str = reply.skipped_reason
         if reply.reservation_id:
-            session.watch(False, reply.reservation_id, self)
+            session.claims.watch(False, reply.reservation_id, self)
 
     def __enter__(self) -> Self:
         return self

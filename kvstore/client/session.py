@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import threading
 import time
 import weakref
@@ -21,9 +20,11 @@ import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
+from kvstore.client.claims import Claims
 from kvstore.client.greeting import Greeted, greet
 from kvstore.client.mapping import Regions
 from kvstore.client.transport import ReplyT, TimedOutError, Transport
+from kvstore.client.watcher import watch
 from kvstore.errors import KVStoreError, ProtocolError, SessionEndedError, UnavailableError
 from kvstore.native import Mapping
 from kvstore.wire import kvstore_pb2 as pb
@@ -38,18 +39,6 @@ from kvstore.wire.framing import (
 RETRY_S_MIN = 0.02
 RETRY_S_MAX = 1.0
 POLL_S_MAX = 1.0
-
-
-class Claimed:
-    """What a session must hear about: something with a right that can end before its holder lets go."""
-
-    def end(self, why: str) -> None:
-        """The right is gone; must not block nor call the session."""
-        raise NotImplementedError
-
-    def abandon(self, why: str) -> None:
-        """The session is being closed: let go of what nothing but the claim itself keeps."""
-        raise NotImplementedError
 
 
 class Session:
@@ -83,7 +72,7 @@ class Session:
         self._closed = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._acks: deque[tuple[Method, Message]] = deque()
-        self._claims: dict[tuple[bool, int], weakref.ref[Claimed]] = {}
+        self.claims = Claims()
         self._generations: NDArray[np.uint64] = np.empty(0, np.uint64)
         self._heartbeat_s = 1.0
         self._beat_at_s = 0.0
@@ -195,14 +184,6 @@ class Session:
 
     # Claims and acknowledgements -----------------------------------------------------------------
 
-    def watch(self, lease: bool, claim_id: int, claimed: Claimed) -> None:
-        """Tell ``claimed`` when its right ends; it is kept weakly, until ``unwatch``."""
-        self._claims[(lease, claim_id)] = weakref.ref(claimed)
-
-    def unwatch(self, lease: bool, claim_id: int) -> None:
-        """The claim was let go of."""
-        self._claims.pop((lease, claim_id), None)
-
     def acknowledge(self, method: Method, request: Message) -> None:
         """Send later, from the session's thread; never blocks, never fails. For what is no longer used."""
         if self._pid != os.getpid():
@@ -244,12 +225,6 @@ class Session:
                 self.acknowledge(Method.UNPIN, pb.UnpinRequest(pin_id=reply.pin_id))
         calls.late.clear()
 
-    def _end_claims(self, why: str) -> None:
-        claims, self._claims = self._claims, {}
-        for ref in claims.values():
-            if (claimed := ref()) is not None:
-                claimed.end(why)
-
     # Connecting ----------------------------------------------------------------------------------
 
     def _connect(self, deadline_s: float) -> None:
@@ -261,7 +236,7 @@ class Session:
 
     def _adopt(self, greeted: Greeted) -> None:
         reply = greeted.reply
-        self._end_claims("the connection to the daemon was lost meanwhile")
+        self.claims.end_all("the connection to the daemon was lost meanwhile")
         if (reply.epoch, reply.session_id) != (self.epoch, self.session_id):
             # What is mapped belongs to a session that is gone; arrays keep their own mappings.
             self.regions.drop_all()
@@ -284,7 +259,7 @@ class Session:
             if transport is not None:
                 transport.close()
         self._calls = self._events = None
-        self._end_claims(why)
+        self.claims.end_all(why)
         self._wake()
 
     def _after_fork(self) -> None:
@@ -296,7 +271,7 @@ class Session:
         for transport in (self._calls, self._events):
             if transport is not None:
                 transport.close()
-        self._end_claims("a forked child has no right to its parent's leases")
+        self.claims.end_all("a forked child has no right to its parent's leases")
         self._close_wake()
         self._reset()
         with contextlib.suppress(KVStoreError):  # the thread goes on trying
@@ -315,9 +290,7 @@ class Session:
         with self._lock:
             if self._closed:
                 return
-            for ref in list(self._claims.values()):
-                if (claimed := ref()) is not None:
-                    claimed.abandon("the client was closed")
+            self.claims.abandon_all("the client was closed")
             if self.regions.drop_all() and self._calls is not None and self._healthy.is_set():
                 # Gone or hanging is fine: the kernel tells the daemon when this process ends.
                 with contextlib.suppress(KVStoreError):
@@ -348,7 +321,7 @@ class Session:
 
     def _start_thread(self) -> None:
         self._thread = threading.Thread(
-            target=_run, args=(weakref.ref(self), self._wake_fd), name="kvstore-session", daemon=True
+            target=watch, args=(weakref.ref(self), self._wake_fd), name="kvstore-session", daemon=True
         )
         self._thread.start()
 
@@ -398,12 +371,9 @@ class Session:
     def _on_event(self, event: pb.Event) -> None:
         for lease, ids in ((True, event.ended_leases), (False, event.ended_reservations)):
             for claim_id in ids:
-                ref = self._claims.pop((lease, claim_id), None)
-                if ref is None:
+                if not self.claims.end(lease, claim_id, "its time was up"):
                     # Granted in a reply that nobody waited for, or let go of meanwhile: nothing uses it.
                     self._acknowledge_end(lease, claim_id)
-                elif (claimed := ref()) is not None:
-                    claimed.end("its time was up")
         # Without the lock: a caller may hold it, waiting for the very room that this gives.
         self.regions.retire(event.retired_regions)
 
@@ -442,30 +412,3 @@ class Session:
         wake_fd, self._wake_fd = self._wake_fd, -1
         if wake_fd >= 0:
             os.close(wake_fd)
-
-
-def _run(ref: weakref.ref[Session], wake_fd: int) -> None:
-    """The thread: holds the session only while it works, so that a forgotten client can be collected."""
-    while True:
-        session = ref()
-        if session is None:
-            os.close(wake_fd)  # forgotten without a close: nobody else will
-            return
-        polled = session.tick()
-        del session
-        if polled is None:
-            return
-        fd, timeout_s = polled
-        poller = select.poll()
-        poller.register(wake_fd, select.POLLIN)
-        if fd >= 0:
-            poller.register(fd, select.POLLIN)
-        ready = [ready_fd for ready_fd, _ in poller.poll(timeout_s * 1000)]
-        if wake_fd in ready:
-            with contextlib.suppress(OSError):  # the session was closed meanwhile
-                os.eventfd_read(wake_fd)
-        if fd in ready:
-            session = ref()
-            if session is not None:
-                session.listen()
-            del session

@@ -21,7 +21,8 @@ from kvstore.server.connection import Connection
 from kvstore.server.handlers import Handlers, Reply
 from kvstore.server.listen import ListeningSocket
 from kvstore.server.session import Session, Sessions, peer_pidfd
-from kvstore.store.store import LeaseLimits, Store
+from kvstore.store.requests import LeaseLimits
+from kvstore.store.store import Store
 from kvstore.tiers.dram import DramTier
 from kvstore.types import Namespace
 from kvstore.wire import faults

@@ -20,8 +20,9 @@ from kvstore.errors import BadInputError, EndedError
 from kvstore.lease import Lease, Reservation
 from kvstore.prefix_index.rows import RowPath
 from kvstore.server.session import Session
+from kvstore.store.requests import Prompt
 from kvstore.store.room import PendingReclaim
-from kvstore.store.store import Prompt, Store
+from kvstore.store.store import Store
 from kvstore.tiers.dram import DramTier
 from kvstore.types import ExtraKey, Namespace, RowKind
 from kvstore.wire import kvstore_pb2 as pb

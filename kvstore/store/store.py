@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,45 +20,14 @@ from kvstore.metrics import Counters
 from kvstore.prefix_index.index import Match, MissingParent, PrefixIndex
 from kvstore.prefix_index.rows import RowPath
 from kvstore.store.integrity import check_agreement
-from kvstore.store.namespaces import Namespaces, OpenNamespace
+from kvstore.store.namespaces import Namespaces
+from kvstore.store.requests import Commit, LeaseLimits, Prompt
 from kvstore.store.room import PendingReclaim, RoomMaker
 from kvstore.tiers.dram import DramTier, Region
 from kvstore.types import SLOT_BITS
 
 CLAIMS_PER_SESSION_MAX = 65536
 EXPIRE_BATCH = 256
-
-
-class Prompt(NamedTuple):
-    """One prompt below one root, as every call needs it. ``time_s`` is what policies see."""
-
-    namespace: OpenNamespace
-    root_key: bytes
-    path: RowPath
-    time_s: float
-    category: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseLimits:
-    """Default and longest life of leases, reservations and pins."""
-
-    default_s: float = 30.0
-    max_s: float = 600.0
-
-    def ttl_s(self, asked_s: float) -> float:
-        """The life granted for the one asked for; 0 asks for the default."""
-        if not 0 <= asked_s < float("inf"):
-            raise BadInputError(f"ttl_s is {asked_s!r}; it must be 0 (for the default) or a positive number of seconds")
-        return min(asked_s or self.default_s, self.max_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Outcome of a commit: blocks that are now stored, and those somebody else had stored first."""
-
-    n_committed: int
-    n_duplicate: int
 
 
 class Store:

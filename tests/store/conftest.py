@@ -17,7 +17,8 @@ from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.policy import make_policy
 from kvstore.prefix_index.rows import RowPath
 from kvstore.store.namespaces import OpenNamespace
-from kvstore.store.store import Commit, LeaseLimits, Prompt, Store
+from kvstore.store.requests import Commit, LeaseLimits, Prompt
+from kvstore.store.store import Store
 from kvstore.tiers.dram import DramTier
 from kvstore.types import ExtraKey, KVSpec, Namespace
 

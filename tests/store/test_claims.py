@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.errors import BadInputError, EndedError, IntegrityError
 from kvstore.store import store as store_module
-from kvstore.store.store import LeaseLimits
+from kvstore.store.requests import LeaseLimits
 from kvstore.tiers.dram import SlotState
 
 KIB = 1 << 10

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 )
 
 from kvstore.errors import BadInputError, EndedError
-from kvstore.store.store import LeaseLimits
+from kvstore.store.requests import LeaseLimits
 
 KIB = 1 << 10
 WIDTH = 2  # tokens in a block
