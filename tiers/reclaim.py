@@ -4,7 +4,7 @@ A plan changes nothing but reserving room for the copies; the copying may run in
 caller points its index to the copies and finishes, or aborts.
 
 A reader's block never moves to where a client may write that could not write it before: copies go to
-the daemon's own regions, or to others of the same living writer, always of the same tenant and slot size.
+regions without a living writer, or to others of the same writer, always of the same tenant and slot size.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Reclaimer:
         ids = self._table.ids[(self._table.counts[SlotState.FREE] > 0) & (self._table.slot_bytes == source.slot_bytes)]
         regions = [self._book.regions[region_id] for region_id in ids.tolist()]
         fit = [region for region in regions if _can_hold(region, source)]
-        # The daemon's own first: nobody else can use it. Then the fullest, so that others empty.
+        # Room without a living writer first: nobody else can use it. Then the fullest, so that others empty.
         return sorted(fit, key=lambda r: (r.writer not in (None, DAEMON_WRITER), self._free_part(r), r.id))
 
     def _free_part(self, region: Region) -> float:
@@ -213,5 +213,4 @@ def _can_hold(region: Region, source: Region) -> bool:
         return False
     if not region.sealed:
         return False  # its writer has yet to map it: readers of what is moved there would have to wait for that
-    # Not to an orphan either: whoever wrote there may have lied about having unmapped it, or passed it on.
-    return region.writer == DAEMON_WRITER or (region.writer is not None and region.writer == source.writer)
+    return region.writer in (None, DAEMON_WRITER) or region.writer == source.writer

@@ -89,6 +89,11 @@ def test_other_classes_tenants_and_writers_take_no_copies(tier: DramTier) -> Non
     # All others have holes enough, but the blocks may not go there.
     assert tier.stats()["regions"] == 4
     assert tier.plan_reclaim(3, "c", PAGE, lambda tags: np.isin(tags, source)) is None
+    tier.writer_gone(2)  # now nobody writes there any more
+    reclaim = tier.plan_reclaim(3, "c", PAGE, lambda tags: np.isin(tags, source))
+    assert reclaim is not None
+    assert {tier.region(i).writer for i in (reclaim.dst_slots >> 20).tolist()} == {None}
+    tier.abort_reclaim(reclaim)
 
 
 def test_blocks_without_a_writer_never_move_to_where_a_client_writes(tier: DramTier) -> None:
@@ -98,8 +103,11 @@ def test_blocks_without_a_writer_never_move_to_where_a_client_writes(tier: DramT
     mine = store(tier, 2, 48)
     tier.free(mine[:16:2])
     assert tier.plan_reclaim(3, "a", PAGE, lambda tags: np.isin(tags, orphan)) is None
-    # Nor does anything move into the orphan: who wrote there may not have unmapped it.
-    assert tier.plan_reclaim(3, "b", PAGE, anything) is None
+    # The writer's own blocks may go to the orphan, and would rather.
+    reclaim = planned(tier, 3, "b", PAGE)
+    assert reclaim.source_region_id == mine[0] >> 20 or reclaim.source_region_id == orphan[0] >> 20
+    assert set((reclaim.dst_slots >> 20).tolist()) <= {int(orphan[0] >> 20)}
+    tier.abort_reclaim(reclaim)
 
 
 def test_a_region_that_its_writer_has_yet_to_map_takes_no_copies(tier: DramTier) -> None:
