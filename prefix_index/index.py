@@ -25,7 +25,7 @@ _DRAM = residency_bit(0)
 _MAX_SIZE_BYTES = (1 << 32) - 1
 
 
-class MissingParent(KVStoreError):  # noqa: N818 - the name the other parts agreed on
+class MissingParent(KVStoreError):  # noqa: N818 - it names what is missing, not a fault
     """Rows can't be stored because an earlier row of their path isn't; nothing was changed."""
 
 
