@@ -11,16 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvstore.bench.bandwidth_copy import CopyBench
 from kvstore.bench.bandwidth_lookup import LookupRow, measure_lookups
+from kvstore.bench.bandwidth_nvme import NvmeReport
+from kvstore.bench.bandwidth_row import GIB, KIB, MIB, Row
 from kvstore.bench.limits import Limits, measure_limits
 from kvstore.client import Client
 from kvstore.errors import BadInputError
-
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 Step = Callable[[str], None]
 """Told what is measured next."""
@@ -54,52 +51,6 @@ class BandwidthOptions:
             raise BadInputError(
                 f"dram_bytes is {self.dram_bytes}; it must hold twice the largest batch of {largest} bytes"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One measured operation. ``ratio`` is the median over pairs of store to limit, ``ratio_low`` the lower
-    end of its 95% bootstrap interval; ``cold`` rows are single first calls and have no ratio.
-    """
-
-    name: str
-    block_bytes: int
-    threads: int
-    gb_per_s: float
-    limit_gb_per_s: float
-    ratio: float
-    ratio_low: float
-    p50_us: float
-    p99_us: float
-    cold: bool = False
-
-    @classmethod
-    def from_pairs(cls, name: str, block_bytes: int, threads: int, n_bytes: int, pairs: NDArray[np.float64]) -> Row:
-        """``pairs``: seconds, float64 [n, 2]: the store's side, the limit's side."""
-        ratios = pairs[:, 1] / pairs[:, 0]
-        p50, p99 = np.percentile(pairs[:, 0] * 1e6, [50, 99])
-        own, limit = n_bytes / np.median(pairs, axis=0) / 1e9
-        low = bootstrap_low(ratios)
-        return cls(
-            name,
-            block_bytes,
-            threads,
-            float(own),
-            float(limit),
-            float(np.median(ratios)),
-            low,
-            float(p50),
-            float(p99),
-        )
-
-    @classmethod
-    def from_first_call(cls, name: str, block_bytes: int, n_bytes: int, seconds: float) -> Row:
-        """A call that still had to map memory."""
-        return cls(name, block_bytes, 1, n_bytes / seconds / 1e9, 0, 0, 0, seconds * 1e6, seconds * 1e6, True)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +108,13 @@ def run_bandwidth(options: BandwidthOptions, connect: str, step: Step | None = N
     return BandwidthReport(limits, tuple(rows), tuple(lookups), mismatches, options.pairs, options.batch_bytes, facts)
 
 
-def bootstrap_low(values: NDArray[np.float64], resamples: int = 1000) -> float:
-    """Lower end of the 95% bootstrap interval of the median."""
-    rng = np.random.default_rng(0)
-    medians = np.median(rng.choice(values, (resamples, len(values))), axis=1)
-    return float(np.percentile(medians, 2.5))
-
-
 def _is_fact(name: str) -> bool:
     return name.startswith("dram_") or "native" in name or "version" in name
+
+
+def report_dict(report: BandwidthReport | None, nvme: NvmeReport | None) -> dict[str, Any]:
+    """What was measured of both, one JSON-able object; ``nvme`` is null where it was left out."""
+    plain: dict[str, Any] = {"mode": "bandwidth", "mismatches": 0} if report is None else report.to_dict()
+    plain["nvme"] = None if nvme is None else nvme.to_dict()
+    plain["mismatches"] += 0 if nvme is None else nvme.mismatches
+    return plain

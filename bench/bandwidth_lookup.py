@@ -126,10 +126,7 @@ class _Prefix:
             lookup_s[index] = _burst(lambda: (self._match_s(), self._lease_s()))
             echo_s[index] = _burst(lambda: timed_s(echo.round_trip))
         match, lease, echoes = lookup_s[..., 0].ravel(), lookup_s[..., 1].ravel(), echo_s.ravel()
-        return [
-            self._row(name, seconds, echoes, limits)
-            for name, seconds in (("match", match), ("lease", lease))
-        ]
+        return [self._row(name, seconds, echoes, limits) for name, seconds in (("match", match), ("lease", lease))]
 
     def _match_s(self) -> float:
         start = time.perf_counter()

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstore.bench.bandwidth import BandwidthReport, Row
+from kvstore.bench.bandwidth import BandwidthReport
 from kvstore.bench.bandwidth_lookup import LookupRow
+from kvstore.bench.bandwidth_nvme import NvmeReport
+from kvstore.bench.bandwidth_row import Row
 from kvstore.bench.generate import TokenTrace
-from kvstore.bench.replay import ReplayResult
-from kvstore.bench.simulate import SweepPoint
+from kvstore.bench.replay_result import ReplayResult
+from kvstore.bench.simulate import HitCounts, SweepPoint
 from kvstore.bench.simulation_report import SimulationReport
 from kvstore.bench.workload import Workload
 from kvstore.config import format_size
@@ -25,8 +27,15 @@ _BLUE, _ORANGE, _GREEN, _VERMILION, _SKY, _GREY = (
 def draw_hit_ratio(
     path: Path, workload: Workload, report: SimulationReport, measured: ReplayResult | None = None
 ) -> None:
-    """Hit ratio over capacity: simulated curves, the ideal, and the real replay as points."""
-    figure, axes = _new_figure(8.0, 5.0)
+    """Hit ratio over the capacity of one tier: simulated curves, the ideal, and the real replay as points.
+
+    For a replay with an NVMe tier also where its hits came from.
+    """
+    if measured is None or measured.nvme_capacity_blocks is None:
+        figure, axes = _new_figure(8.0, 5.0)
+    else:
+        figure, (axes, right) = _new_figure(12.0, 5.0, columns=2, widths=(5, 2))
+        _draw_tiers(right, measured)
     _curve(axes, report.points, "token_hit_ratio", "token hit", _BLUE, "o-")
     if report.whole_block_points:
         _curve(axes, report.whole_block_points, "token_hit_ratio", "token hit, whole blocks only", _SKY, "s--")
@@ -35,20 +44,7 @@ def draw_hit_ratio(
     ideal = trace.ideal_block_hit_ratio
     axes.axhline(ideal, color=_GREY, linestyle=":", label=f"block hit, unlimited room ({ideal:.3f})")
     if measured is not None:
-        at = 100 * measured.capacity_blocks / measured.unique_blocks
-        label = f"replay, {measured.clients} client{'s' * (measured.clients > 1)}"
-        for value in (measured.counts.block_hit_ratio, measured.counts.token_hit_ratio):
-            axes.plot(
-                [at],
-                [value],
-                "*",
-                color=_VERMILION,
-                markersize=13,
-                markeredgecolor="white",
-                label=label,
-                zorder=5,
-            )
-            label = "_"
+        _draw_measured(axes, measured)
     axes.set_xscale("log")
     ticks = sorted({p.capacity_percent for p in report.points})
     axes.set_xticks(ticks, [f"{t:g}%" for t in ticks])
@@ -61,13 +57,72 @@ def draw_hit_ratio(
     _save(figure, path)
 
 
-def draw_bandwidth(path: Path, report: BandwidthReport) -> None:
-    """Ratio to numpy's copy by operation and block size; lookups as multiples of an echo."""
-    figure, (left, right) = _new_figure(13.0, 5.4, columns=2, widths=(3, 2))
-    _draw_ratios(left, [row for row in report.rows if not row.cold])
-    _draw_lookups(right, report.lookups)
-    batch = _size(report.batch_bytes)
-    figure.suptitle(f"kvstore against this machine's limits: {report.pairs} pairs, batches of {batch}")
+def _draw_measured(axes: Any, measured: ReplayResult) -> None:
+    """Stars at the capacities of the tiers: what all of them found stands at the largest one's."""
+    clients = f"{measured.clients} client{'s' * (measured.clients > 1)}"
+    counts, nvme_blocks = measured.counts, measured.nvme_capacity_blocks
+    largest = max(measured.capacity_blocks, nvme_blocks or 0)
+    stars = [(largest, value, f"replay, {clients}") for value in (counts.block_hit_ratio, counts.token_hit_ratio)]
+    marks = [(*star, _VERMILION) for star in stars]
+    if nvme_blocks is not None:
+        dram = counts.dram_block_hits / max(1, counts.block_accesses)
+        marks.append((measured.capacity_blocks, dram, "block hits in DRAM", _GREEN))
+    labelled: set[str] = set()
+    for blocks, value, label, color in marks:
+        axes.plot(
+            [100 * blocks / measured.unique_blocks],
+            [value],
+            "*",
+            color=color,
+            markersize=13,
+            markeredgecolor="white",
+            label="_" if label in labelled else label,
+            zorder=5,
+        )
+        labelled.add(label)
+
+
+def _draw_tiers(axes: Any, measured: ReplayResult) -> None:
+    """Where block hits came from: a stack for the replay, one for the simulation."""
+    columns: list[tuple[str, HitCounts]] = [("replay", measured.counts)]
+    if measured.simulated is not None:
+        columns.append(("simulated", measured.simulated))
+    floor = [0.0] * len(columns)
+    for name, field, color in (("DRAM", "dram_block_hits", _GREEN), ("NVMe", "nvme_block_hits", _SKY)):
+        heights = [getattr(counts, field) / max(1, counts.block_accesses) for _, counts in columns]
+        bars = axes.bar([label for label, _ in columns], heights, 0.6, bottom=floor, color=color, label=name)
+        axes.bar_label(bars, [f"{height:.4f}" for height in heights], label_type="center", fontsize=9)
+        floor = [low + height for low, height in zip(floor, heights, strict=True)]
+    for x, top in enumerate(floor):
+        axes.annotate(f"{top:.4f}", (x, top), ha="center", va="bottom", fontsize=9, fontweight="bold")
+    axes.set_ylim(0, max([0.05, *floor]) * 1.15)
+    axes.set_ylabel("share of block accesses")
+    title = f"By tier, write policy {measured.write_policy}"
+    if measured.crash is not None:
+        title += f"\nSIGKILL after {measured.crash.at_request:,} requests: {measured.crash.lost} blocks lost"
+    axes.set_title(title, fontsize=10)
+    axes.legend(loc="lower center", ncols=2, bbox_to_anchor=(0.5, -0.2), frameon=False)
+
+
+def draw_bandwidth(path: Path, report: BandwidthReport | None, nvme: NvmeReport | None = None) -> None:
+    """Ratio to numpy's copy by operation and block size; lookups as multiples of an echo; NVMe beside the disk."""
+    widths = (*((3.0, 2.0) if report is not None else ()), *((2.5,) if nvme is not None else ()))
+    figure, axes = _new_figure(2.6 * sum(widths), 5.4, columns=len(widths), widths=widths)
+    places = [axes] if len(widths) == 1 else list(axes)
+    titles = []
+    if report is not None:
+        _draw_ratios(
+            places[0],
+            [row for row in report.rows if not row.cold],
+            "Bytes moved (GB/s on the bars)",
+            "limit: numpy copy, same threads",
+        )
+        _draw_lookups(places[1], report.lookups)
+        titles.append(f"{report.pairs} pairs, batches of {_size(report.batch_bytes)}")
+    if nvme is not None:
+        _draw_ratios(places[-1], nvme.rows, "NVMe (GB/s on the bars)", f"limit: {nvme.limit}")
+        titles.append(f"NVMe {nvme.pairs} pairs, batches of {_size(nvme.batch_bytes)}")
+    figure.suptitle(f"kvstore against this machine's limits: {'; '.join(titles)}")
     _save(figure, path)
 
 
@@ -99,7 +154,7 @@ def _tops(report: SimulationReport, ideal: float) -> list[float]:
     return [ideal, 0.05, *(p.counts.token_hit_ratio for p in report.points)]
 
 
-def _draw_ratios(axes: Any, rows: Sequence[Row]) -> None:
+def _draw_ratios(axes: Any, rows: Sequence[Row], title: str, limit: str) -> None:
     sizes = sorted({row.block_bytes for row in rows})
     kinds = sorted({(row.name, row.threads) for row in rows}, key=lambda kind: (_order(kind[0]), kind[1]))
     shades = dict(zip(kinds, _shades(len(kinds)), strict=True))
@@ -111,13 +166,15 @@ def _draw_ratios(axes: Any, rows: Sequence[Row]) -> None:
         label = f"{kind[0]}, {kind[1]} thread{'s' * (kind[1] > 1)}"
         bars = axes.bar(x, [row.ratio for row in picked], width * 0.94, color=shades[kind], label=label)
         axes.bar_label(bars, [f"{row.gb_per_s:.1f}" for row in picked], fontsize=6.5, padding=1, rotation=90)
-    axes.axhline(1, color=_VERMILION, linewidth=1.5, label="limit: numpy copy, same threads")
+    axes.axhline(1, color=_VERMILION, linewidth=1.5, label=limit)
     axes.set_xticks(range(len(sizes)), [_size(size) for size in sizes])
     axes.set_xlabel("block size")
-    axes.set_ylabel("bandwidth as a multiple of numpy's copy")
+    axes.set_ylabel("bandwidth as a multiple of the limit")
     axes.set_ylim(0, max([1.0, *(row.ratio for row in rows)]) * 1.15)
-    axes.set_title("Bytes moved (GB/s on the bars)", fontsize=10)
-    axes.legend(fontsize=7.5, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.11), frameon=False)
+    axes.set_title(title, fontsize=10)
+    axes.legend(
+        fontsize=7.5, ncols=3 if len(kinds) > 2 else 1, loc="upper center", bbox_to_anchor=(0.5, -0.11), frameon=False
+    )
 
 
 def _draw_lookups(axes: Any, rows: Sequence[LookupRow]) -> None:

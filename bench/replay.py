@@ -2,176 +2,78 @@
 
 Each client, per request: match, lease the longest prefix, compare all of its bytes in place, release, then
 put the blocks that were absent. Several clients are processes of their own; requests are dealt round-robin
-in file order.
+in file order. With an NVMe tier a client waits now and then until its blocks are durable, as ``ReplayOptions``
+says, and the daemon may be killed on the way.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from kvstore.bench import workload as work
-from kvstore.bench.generate import ConversationOptions, generate_trace
 from kvstore.bench.measure import Latency
 from kvstore.bench.replay_client import OPERATIONS, ClientOptions, ClientResult, run_client
-from kvstore.bench.replay_fleet import run_fleet
+from kvstore.bench.replay_crash import Crash, CrashReport, Restartable, durable_blocks
+from kvstore.bench.replay_fleet import dealt, run_fleet
+from kvstore.bench.replay_journal import Journal
+from kvstore.bench.replay_options import ReplayOptions
+from kvstore.bench.replay_result import ReplayResult, counts_dict
 from kvstore.bench.simulate import HitCounts, Progress
-from kvstore.bench.trace import load_trace
 from kvstore.bench.workload import Workload
 from kvstore.client import Client
-from kvstore.config import MIB
+from kvstore.compression.frame import FrameLayout
 from kvstore.errors import BadInputError
-from kvstore.types import MAX_BLOCK_BYTES
 
-MAX_CLIENTS = 256
-DEFAULT_CAPACITY_PERCENT = 5.0
+__all__ = ["ReplayOptions", "ReplayResult", "counts_dict", "replay"]
 
-
-@dataclass(frozen=True, slots=True)
-class ReplayOptions:
-    """What to replay and how. Without ``trace`` the conversations are generated.
-
-    Capacity is a percentage of the unique blocks or a number of blocks, not both. When neither is given it is
-    5%, but at least what the smallest daemon holds.
-    """
-
-    trace: Path | None = None
-    conversations: ConversationOptions = field(default_factory=ConversationOptions)
-    policy: str = "lru"
-    capacity_percent: float | None = None
-    capacity_blocks: int | None = None
-    block_bytes: int = 64 << 10
-    block_tokens: int | None = None
-    clients: int = 1
-    limit: int | None = None
-    seed: int = 0
-    timeout_s: float = 10.0
-
-    def __post_init__(self) -> None:
-        if self.capacity_percent is not None and self.capacity_blocks is not None:
-            raise BadInputError("give a capacity in percent or in blocks, not both")
-        if self.capacity_percent is not None:
-            work.capacity_blocks(1, self.capacity_percent)
-        for name, most in (("block_bytes", MAX_BLOCK_BYTES), ("clients", MAX_CLIENTS)):
-            if not 1 <= getattr(self, name) <= most:
-                option = f"--{name.replace('_', '-')}"
-                raise BadInputError(f"{name} ({option}) is {getattr(self, name)}; it must be from 1 to {most}")
-        for name in ("capacity_blocks", "limit"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise BadInputError(f"{name} is {value}; it must be at least 1")
-
-    def load(self) -> Workload:
-        """Read or generate the requests; blocks. Raises TraceError for a file that can't be used."""
-        if self.trace is not None:
-            return load_trace(self.trace, self.limit, self.block_tokens)
-        return generate_trace(self.conversations, self.limit)
-
-    def capacity(self, workload: Workload) -> int:
-        """Room in blocks."""
-        if self.capacity_blocks is not None:
-            return self.capacity_blocks
-        if self.capacity_percent is not None:
-            return work.capacity_blocks(workload.unique_blocks, self.capacity_percent)
-        least = MIB // work.dram_capacity_bytes(1, self.block_bytes)
-        return max(work.capacity_blocks(workload.unique_blocks, DEFAULT_CAPACITY_PERCENT), least)
-
-    def dram_bytes(self, workload: Workload) -> int:
-        """What the DRAM tier of the daemon must be given for that room.
-
-        Raises BadInputError if that is less than a daemon can have.
-        """
-        blocks = self.capacity(workload)
-        n_bytes = work.dram_capacity_bytes(blocks, self.block_bytes)
-        if n_bytes < MIB:
-            least = -(-MIB * blocks // n_bytes)
-            raise BadInputError(
-                f"a capacity of {blocks} blocks of {self.block_bytes} bytes is below a daemon's least, 1 MiB"
-                f": replay more requests, or give --capacity-blocks {least} or more"
-            )
-        return n_bytes
+COMEBACK_S_MAX = 120.0
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayResult:
-    """What one replay found, all clients together. Rates count the time inside the named operations only."""
-
-    name: str
-    counts: HitCounts
-    unique_blocks: int
-    capacity_blocks: int
-    clients: int
-    block_bytes: int
-    policy: str
-    mismatches: int
-    skipped_blocks: int
-    unanswered: int
-    ended_leases: int
-    bytes_read: int
-    bytes_written: int
-    wall_s: float
-    read_gb_per_s: float
-    write_gb_per_s: float
-    latencies: dict[str, Latency]
-    tiers: dict[str, dict[str, Any]]
-
-    def to_dict(self) -> dict[str, Any]:
-        """One JSON-able object."""
-        return {
-            "mode": "replay",
-            "trace": self.name,
-            "policy": self.policy,
-            "clients": self.clients,
-            "block_bytes": self.block_bytes,
-            "capacity_blocks": self.capacity_blocks,
-            "unique_blocks": self.unique_blocks,
-            **counts_dict(self.counts),
-            "mismatches": self.mismatches,
-            "skipped_blocks": self.skipped_blocks,
-            "unanswered": self.unanswered,
-            "ended_leases": self.ended_leases,
-            "bytes_read": self.bytes_read,
-            "bytes_written": self.bytes_written,
-            "read_gb_per_s": self.read_gb_per_s,
-            "write_gb_per_s": self.write_gb_per_s,
-            "wall_s": self.wall_s,
-            "operations": {name: latency.to_dict() for name, latency in self.latencies.items()},
-            "tiers": self.tiers,
-        }
-
-
-def counts_dict(counts: HitCounts) -> dict[str, Any]:
-    """The totals and ratios of a run, JSON-able."""
-    return {
-        "requests": counts.requests,
-        "block_accesses": counts.block_accesses,
-        "block_hits": counts.block_hits,
-        "token_accesses": counts.token_accesses,
-        "token_hits": counts.token_hits,
-        "block_hit_ratio": counts.block_hit_ratio,
-        "token_hit_ratio": counts.token_hit_ratio,
-        "any_hit_ratio": counts.any_hit_ratio,
-    }
-
-
-def replay(workload: Workload, options: ReplayOptions, connect: str, progress: Progress | None = None) -> ReplayResult:
+def replay(
+    workload: Workload,
+    options: ReplayOptions,
+    connect: str,
+    progress: Progress | None = None,
+    daemon: Restartable | None = None,
+) -> ReplayResult:
     """Run ``workload`` through the daemon at the socket ``connect``; blocks until all clients are done.
 
-    Raises UnavailableError if the daemon can't be reached at the start, KVStoreError if a client fails.
+    ``daemon`` is the process behind the socket, for ``kill_at``. Raises UnavailableError if the daemon can't be
+    reached at the start or did not come back, KVStoreError if a client fails.
     """
-    client_options = ClientOptions(connect, options.block_bytes, options.seed, options.timeout_s)
+    client_options = ClientOptions(
+        connect,
+        options.block_bytes,
+        options.seed,
+        options.timeout_s,
+        options.waits_every,
+        COMEBACK_S_MAX if options.kill_at is not None else 0.0,
+    )
+    crash = _planned(workload, options, client_options, daemon)
     with Client(connect, timeout_s=options.timeout_s) as client:
         client.stats()
         start = time.perf_counter()
-        if options.clients == 1:
+        if options.clients == 1 and crash is None:
             results = [run_client(workload, client_options, progress)]
         else:
-            results = run_fleet(workload, client_options, options.clients, progress)
+            results = run_fleet(workload, client_options, options.clients, progress, crash)
         wall_s = time.perf_counter() - start
+        client.wait_healthy(options.timeout_s)
         stats = client.stats()
-    return _merge(workload, options, results, wall_s, stats)
+    return _merge(workload, options, results, wall_s, stats, crash.report if crash is not None else None)
+
+
+def _planned(
+    workload: Workload, options: ReplayOptions, client_options: ClientOptions, daemon: Restartable | None
+) -> Crash | None:
+    nvme_blocks = options.nvme_capacity(workload)
+    if options.kill_at is None or nvme_blocks is None:
+        return None
+    if daemon is None:
+        raise BadInputError("kill_at (--kill-at) needs a daemon that was started for the replay")
+    at_request = max(1, int(workload.n_requests * options.kill_at))
+    return Crash(daemon, workload, client_options, nvme_blocks, at_request)
 
 
 def _merge(
@@ -180,15 +82,29 @@ def _merge(
     results: list[ClientResult],
     wall_s: float,
     stats: dict[str, Any],
+    crash: CrashReport | None,
 ) -> ReplayResult:
     counts = HitCounts()
     for result in results:
         counts.add(result.counts)
+    journal = Journal.merged(
+        (result.journal, dealt(workload, len(results), number)) for number, result in enumerate(results)
+    )
     seconds = {name: [s for r in results for s in r.seconds[name]] for name in OPERATIONS}
     bytes_read = sum(r.bytes_read for r in results)
     bytes_written = sum(r.bytes_written for r in results)
-    dram = {name.removeprefix("dram_"): value for name, value in stats.items() if name.startswith("dram_")}
-    dram |= {"block_hits": counts.block_hits, "bytes_read": bytes_read, "bytes_written": bytes_written}
+    tiers = _tiers(stats)
+    nvme_blocks = _nvme_blocks(workload, options.block_bytes, stats)
+    tiers["dram"] |= {
+        "block_hits": counts.dram_block_hits,
+        "bytes_read": bytes_read - counts.nvme_block_hits * options.block_bytes,
+        "bytes_written": bytes_written,
+    }
+    if "nvme" in tiers:
+        tiers["nvme"] |= {
+            "block_hits": counts.nvme_block_hits,
+            "bytes_read": counts.nvme_block_hits * options.block_bytes,
+        }
     return ReplayResult(
         name=workload.name,
         counts=counts,
@@ -198,8 +114,9 @@ def _merge(
         clients=options.clients,
         block_bytes=options.block_bytes,
         policy=options.policy,
-        mismatches=sum(r.mismatches for r in results),
+        mismatches=sum(r.mismatches for r in results) + (crash.mismatches if crash is not None else 0),
         skipped_blocks=sum(r.skipped_blocks for r in results),
+        late_blocks=sum(r.late_blocks for r in results),
         unanswered=sum(r.unanswered for r in results),
         ended_leases=sum(r.ended_leases for r in results),
         bytes_read=bytes_read,
@@ -207,9 +124,34 @@ def _merge(
         wall_s=wall_s,
         read_gb_per_s=_rate(bytes_read, sum(seconds["lease"]) + sum(seconds["verify"]), options.clients),
         write_gb_per_s=_rate(bytes_written, sum(seconds["put"]), options.clients),
-        latencies={name: Latency.from_seconds(values) for name, values in seconds.items()},
-        tiers={"dram": dram},
+        latencies={name: Latency.from_seconds(values) for name, values in seconds.items() if values},
+        tiers=tiers,
+        nvme_capacity_blocks=nvme_blocks,
+        nvme_overhead=float(stats["nvme_capacity_bytes"]) / (nvme_blocks * options.block_bytes) - 1
+        if nvme_blocks
+        else 0.0,
+        write_policy=options.write_policy,
+        durable_every=options.waits_every,
+        durable_blocks=durable_blocks(workload, journal),
+        crash=crash,
     )
+
+
+def _tiers(stats: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The daemon's numbers by tier; what moves blocks between them belongs to NVMe."""
+    tiers = {"dram": {name.removeprefix("dram_"): v for name, v in stats.items() if name.startswith("dram_")}}
+    prefixes = ("nvme_", "offload", "onboard")
+    nvme = {name.removeprefix("nvme_"): value for name, value in stats.items() if name.startswith(prefixes)}
+    return tiers | ({"nvme": nvme} if nvme else {})
+
+
+def _nvme_blocks(workload: Workload, block_bytes: int, stats: dict[str, Any]) -> int | None:
+    """Frames that the daemon's NVMe tier has room for: a little more than was asked for, as it is cut in segments."""
+    if "nvme_live_capacity_bytes" not in stats:
+        return None
+    namespace = work.namespace(workload, block_bytes, "any")
+    frame_bytes = FrameLayout.of(namespace.spec, namespace.row_bytes, namespace.digest()).frame_bytes
+    return int(stats["nvme_live_capacity_bytes"]) // frame_bytes
 
 
 def _rate(n_bytes: int, busy_s: float, clients: int) -> float:

@@ -11,25 +11,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.bench import workload as work
+from kvstore.bench.replay_journal import Journal
 from kvstore.bench.simulate import HitCounts, Progress
 from kvstore.bench.workload import Workload
 from kvstore.client import Client, Lease, PutResult
-from kvstore.errors import EndedError
+from kvstore.errors import EndedError, UnavailableError
 
-OPERATIONS = ("match", "lease", "verify", "release", "put")
+OPERATIONS = ("match", "lease", "verify", "release", "put", "persist")
 
+PERSIST_S_MAX = 60.0
 _MAX_PUT_BYTES = 256 << 20
+_READ_BACK_BLOCKS = 32
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """What every client of a replay must know."""
+    """What every client of a replay must know.
+
+    ``durable_every``: requests between its waits for durability, 0 = never. ``comeback_s``: how long it waits for
+    a daemon that has gone to come back, 0 = not at all, the rest is misses.
+    """
 
     connect: str
     block_bytes: int
     seed: int
     timeout_s: float
+    durable_every: int = 0
+    comeback_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -37,26 +46,30 @@ class ClientResult:
     """What one client counted. ``seconds`` has the timings of each operation.
 
     ``unanswered`` requests got a miss because the daemon did not answer in time; ``ended_leases`` ended
-    before all of their bytes were compared. Both are 0 in a run worth quoting.
+    before all of their bytes were compared. Both are 0 in a run worth quoting, unless its daemon was killed.
+    ``late_blocks`` were not in DRAM when the lease was given.
     """
 
     counts: HitCounts = field(default_factory=HitCounts)
     mismatches: int = 0
     skipped_blocks: int = 0
+    late_blocks: int = 0
     unanswered: int = 0
     ended_leases: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
     seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in OPERATIONS})
+    journal: Journal = field(default_factory=Journal)
 
     def to_plain(self) -> dict[str, Any]:
         """JSON-able."""
-        return asdict(self)
+        return {**asdict(self), "journal": self.journal.to_plain()}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> ClientResult:
         """The inverse of ``to_plain``."""
-        return cls(**{**plain, "counts": HitCounts(**plain["counts"])})
+        parts = {"counts": HitCounts(**plain["counts"]), "journal": Journal.from_plain(plain["journal"])}
+        return cls(**{**plain, **parts})
 
 
 def run_client(
@@ -64,66 +77,119 @@ def run_client(
     options: ClientOptions,
     progress: Progress | None = None,
     ready: Callable[[], object] | None = None,
+    between: Callable[[Journal], None] | None = None,
 ) -> ClientResult:
-    """Replay all of ``workload`` over a connection of its own; ``ready`` is called once that is open."""
+    """Replay all of ``workload`` over a connection of its own; ``ready`` is called once that is open.
+
+    ``between`` is called ahead of each request and may block. Raises UnavailableError if a daemon that was to come
+    back did not.
+    """
     with Client(options.connect, timeout_s=options.timeout_s) as client:
-        run = _ClientRun(client, workload, options)
+        run = ReplayClient(client, workload, options)
         if ready is not None:
             ready()
         for index in range(workload.n_requests):
+            if between is not None:
+                between(run.result.journal)
             run.step(index)
             if progress is not None:
                 progress(1)
+        run.make_durable()
     return run.result
 
 
-class _ClientRun:
-    """The state of one client's loop."""
+class ReplayClient:
+    """The state of one client's loop. Requests are numbered as in ``workload``."""
 
     def __init__(self, client: Client, workload: Workload, options: ClientOptions) -> None:
         self.result = ClientResult()
+        self._client = client
         self._workload = workload
+        self._options = options
         self._block_bytes = options.block_bytes
         self._payload = work.payload(workload, options.block_bytes, options.seed)
         model = f"replay:{workload.name}:{options.seed}"
         self._namespace = client.open(work.namespace(workload, options.block_bytes, model))
         self._buffer = np.empty((0, options.block_bytes), dtype=np.uint8)
+        self._not_durable: list[int] = []
 
     def step(self, index: int) -> None:
         """One request."""
+        started_s = time.monotonic()
         prompt = work.prompt(self._workload, index)
         keys = work.payload_keys(self._workload, index)
         self._timed("match", lambda: self._namespace.match(prompt))
-        found_tokens = self._read(index, prompt, keys)
+        found_tokens, n_nvme = self._read(index, prompt, keys)
         whole = work.whole_blocks(self._workload, index, found_tokens)
-        n_blocks, length = len(keys), self._workload.requests[index].input_length
-        self.result.counts.count(n_blocks, whole, length, found_tokens)
+        self._count(index, len(keys), whole, found_tokens, n_nvme)
         self._write(index, prompt, keys, whole)
+        self._await_comeback()
+        if self._options.durable_every:
+            self.result.journal.access(index, started_s, time.monotonic())
+            self._not_durable.append(index)
+            if len(self._not_durable) >= self._options.durable_every:
+                self.make_durable()
 
-    def _read(self, index: int, prompt: NDArray[Any], keys: NDArray[np.uint64]) -> int:
-        """Lease the prefix and compare all of its bytes; returns the tokens found."""
+    def make_durable(self) -> None:
+        """Wait until the blocks of all requests since the last time are durable, as far as they can be."""
+        for index in self._not_durable:
+            prompt = work.prompt(self._workload, index)
+            done = self._timed("persist", lambda prompt=prompt: self._namespace.persist(prompt, PERSIST_S_MAX))  # type: ignore[misc]
+            if done.n_durable:
+                self.result.journal.acknowledge(index, done.n_durable)
+        self._not_durable.clear()
+        self._await_comeback()
+
+    def read_back(self, index: int, n_blocks: int) -> int:
+        """How many of the leading ``n_blocks`` blocks of a request are found; bytes that differ are counted."""
+        prompt, keys = work.prompt(self._workload, index), work.payload_keys(self._workload, index)
+        now_s = self._workload.requests[index].timestamp_s
+        length = self._workload.requests[index].input_length
+        for first in range(0, n_blocks, _READ_BACK_BLOCKS):
+            end = min(first + _READ_BACK_BLOCKS, n_blocks)
+            with self._namespace.lease(prompt, first_block=first, max_blocks=end, policy_time_s=now_s) as lease:
+                tokens = min(lease.n_tokens, length)
+                found = min(work.whole_blocks(self._workload, index, tokens), end)
+                if found > first:
+                    self._compare_blocks(lease, self._payload.masks(keys[first:found]), tokens)
+            if found < end:
+                return found
+        return n_blocks
+
+    def _count(self, index: int, n_blocks: int, whole: int, found_tokens: int, n_nvme: int) -> None:
+        counts = self.result.counts
+        counts.count(n_blocks, whole, self._workload.requests[index].input_length, found_tokens)
+        counts.nvme_block_hits += min(n_nvme, whole)
+        counts.dram_block_hits += whole - min(n_nvme, whole)
+
+    def _read(self, index: int, prompt: NDArray[Any], keys: NDArray[np.uint64]) -> tuple[int, int]:
+        """Lease the prefix and compare all of its bytes; returns the tokens found and the blocks read from NVMe."""
         request = self._workload.requests[index]
         lease = self._timed("lease", lambda: self._namespace.lease(prompt, policy_time_s=request.timestamp_s))
         self.result.unanswered += bool(lease.reason)
+        self.result.late_blocks += lease.n_pending
         tokens = min(lease.n_tokens, request.input_length)
         try:
             if tokens:
-                self._timed("verify", lambda: self._compare(lease, keys, tokens))
+                masks = self._payload.masks(keys[: -(-tokens // self._workload.block_tokens)])
+                self._timed("verify", lambda: self._compare_blocks(lease, masks, tokens))
         except EndedError:
             self.result.ended_leases += 1
         finally:
             self._timed("release", lease.release)
-        return tokens
+        return tokens, lease.n_nvme
 
-    def _compare(self, lease: Lease, keys: NDArray[np.uint64], tokens: int) -> None:
-        """Compare every byte that the lease covers; of a partly matching block the tokens that match."""
+    def _compare_blocks(self, lease: Lease, masks: NDArray[np.uint64], tokens: int) -> None:
+        """Compare every byte that the lease covers; of a partly matching block the tokens that match.
+
+        ``masks`` belong to the blocks of the lease; ``tokens`` counts from the start of the prompt.
+        """
         block_tokens, payload = self._workload.block_tokens, self._payload
-        masks = payload.masks(keys[: -(-tokens // block_tokens)])
         mismatches, n_bytes = 0, 0
         for at, mask in enumerate(masks):
             segments = payload.segments
             if segments > 1:
-                segments = min(block_tokens, tokens - at * block_tokens)
+                segments = min(block_tokens, tokens - (lease.first_block + at) * block_tokens)
             mismatches += not payload.matches(lease.view(at), mask, segments)
             n_bytes += self._block_bytes * segments // payload.segments
         self.result.mismatches += mismatches
@@ -151,6 +217,12 @@ class _ClientRun:
         blocks = self._buffer[: len(keys)]
         self._payload.fill(keys, blocks)
         return blocks
+
+    def _await_comeback(self) -> None:
+        """An engine would go on without a cache; here the rest of the trace would be over before the daemon is back."""
+        within_s = self._options.comeback_s
+        if within_s and not self._client.healthy and not self._client.wait_healthy(within_s):
+            raise UnavailableError(f"the daemon did not come back within {within_s:.0f} s after it was killed")
 
     def _timed(self, operation: str, call: Callable[[], T]) -> T:
         start = time.perf_counter()

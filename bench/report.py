@@ -19,8 +19,10 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from kvstore.bench.bandwidth import BandwidthReport
-from kvstore.bench.replay import ReplayResult
-from kvstore.bench.simulate import Progress
+from kvstore.bench.bandwidth_nvme import NvmeReport
+from kvstore.bench.replay_crash import CrashReport
+from kvstore.bench.replay_result import ReplayResult
+from kvstore.bench.simulate import HitCounts, Progress
 from kvstore.bench.simulation_report import SimulationReport
 from kvstore.config import format_size
 from kvstore.errors import BadInputError
@@ -92,7 +94,7 @@ def _draw(path: Path, plot: Plot) -> str:
 
 
 def replay_tables(result: ReplayResult) -> list[Table]:
-    """Hits and bytes, then latency by operation."""
+    """Hits and bytes, tier by tier if there are two, then latency by operation."""
     counts = result.counts
     facts = [
         ("requests", f"{counts.requests:,}"),
@@ -107,15 +109,70 @@ def replay_tables(result: ReplayResult) -> list[Table]:
         ("mismatching blocks", _alarm(result.mismatches)),
         ("time", f"{result.wall_s:.1f} s"),
     ]
-    for name, count in (("requests not answered", result.unanswered), ("leases ended", result.ended_leases)):
-        if count:
-            facts.append((name, _alarm(count)))
+    oddities = (
+        ("requests not answered", result.unanswered),
+        ("leases ended", result.ended_leases),
+        ("blocks not read from NVMe in time", result.late_blocks),
+    )
+    facts += [(name, _alarm(count)) for name, count in oddities if count]
     latency = Table("operation", "calls", "p50", "p99", title="Latency in µs")
     for column in latency.columns[1:]:
         column.justify = "right"
     for name, values in result.latencies.items():
         latency.add_row(name, f"{values.n:,}", f"{values.p50_us:,.0f}", f"{values.p99_us:,.0f}")
-    return [_facts_table(f"Replay of {result.name}", facts), latency]
+    tables = [_facts_table(f"Replay of {result.name}", facts), latency]
+    if result.nvme_capacity_blocks is not None or result.simulated is not None:
+        tables.insert(1, _tiers_table(result))
+    if result.crash is not None:
+        tables.append(_crash_table(result.crash))
+    return tables
+
+
+def _tiers_table(result: ReplayResult) -> Table:
+    """Where the hits came from, beside the simulation if there was one; what was written to NVMe."""
+    title = f"Tiers, write policy {result.write_policy}" if result.nvme_capacity_blocks is not None else "Tiers"
+    table = Table("tier", "capacity", "share of blocks", "simulated", title=title)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    counts, simulated, nvme_blocks = result.counts, result.simulated, result.nvme_capacity_blocks
+
+    def share(of: HitCounts | None, name: str) -> str:
+        return "-" if of is None or not of.block_accesses else f"{getattr(of, name) / of.block_accesses:.4f}"
+
+    rows = [("DRAM", f"{result.capacity_blocks:,} blocks", "dram_block_hits")]
+    if nvme_blocks is not None:
+        beyond = f" (+{100 * result.nvme_overhead:.1f}% space)" if result.nvme_overhead else ""
+        rows.append(("NVMe", f"{nvme_blocks:,} blocks{beyond}", "nvme_block_hits"))
+    rows.append(("together", "", "block_hits"))
+    for name, capacity, field in rows:
+        table.add_row(name, capacity, share(counts, field), share(simulated, field))
+    nvme = result.tiers.get("nvme", {})
+    if nvme:
+        table.add_section()
+        for name, key in (
+            ("blocks written to NVMe", "offloaded_blocks"),
+            ("skipped, the disk was behind", "offload_skipped_blocks"),
+            ("failed", "offload_failed_blocks"),
+            ("evicted from NVMe", "evicted_blocks"),
+            ("read from NVMe", "onboarded_blocks"),
+        ):
+            table.add_row(name, "", f"{nvme.get(key, 0):,.0f}", "")
+        waits = f"every {result.durable_every} requests" if result.durable_every else "never waited for"
+        table.add_row("acknowledged durable", waits, f"{result.durable_blocks:,}", "")
+    return table
+
+
+def _crash_table(crash: CrashReport) -> Table:
+    facts = [
+        ("requests done before", f"{crash.at_request:,}"),
+        ("away for", f"{crash.down_s:.2f} s"),
+        ("blocks acknowledged durable", f"{crash.acknowledged:,}"),
+        ("of them LRU must have kept", f"{crash.must_be_found:,}"),
+        ("found again", f"{crash.found:,}"),
+        ("lost", _alarm(crash.lost)),
+        ("with other bytes", _alarm(crash.mismatches)),
+    ]
+    return _facts_table("SIGKILL and restart of the daemon", facts)
 
 
 def simulation_tables(report: SimulationReport) -> list[Table]:
@@ -139,9 +196,10 @@ def simulation_tables(report: SimulationReport) -> list[Table]:
     return [_facts_table(f"Simulation of {report.name}", facts), table]
 
 
-def bandwidth_tables(report: BandwidthReport) -> list[Table]:
-    """Limits, bytes moved, lookups."""
-    return [_limits_table(report), _copy_table(report), _lookup_table(report)]
+def bandwidth_tables(report: BandwidthReport | None, nvme: NvmeReport | None = None) -> list[Table]:
+    """Limits, bytes moved, lookups; NVMe."""
+    tables = [] if report is None else [_limits_table(report), _copy_table(report), _lookup_table(report)]
+    return tables + ([] if nvme is None else [_nvme_table(nvme)])
 
 
 def index_table(figures: Mapping[str, float]) -> Table:
@@ -212,10 +270,27 @@ def _copy_table(report: BandwidthReport) -> Table:
     return table
 
 
+def _nvme_table(report: NvmeReport) -> Table:
+    title = f"NVMe, batches of {format_size(report.batch_bytes)}, {report.pairs} pairs; limit: {report.limit}"
+    table = Table(
+        "operation", "block", "GB/s", "limit GB/s", "ratio", "95% low", "of medians", "p50 ms", "p99 ms", title=title
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in report.rows:
+        numbers = (row.gb_per_s, row.limit_gb_per_s, row.ratio, row.ratio_low, row.ratio_of_medians)
+        shown = [f"{value:.2f}" for value in numbers]
+        table.add_row(
+            row.name, format_size(row.block_bytes), *shown, f"{row.p50_us / 1e3:,.0f}", f"{row.p99_us / 1e3:,.0f}"
+        )
+    table.add_row("mismatching blocks", _alarm(report.mismatches))
+    return table
+
+
 def _lookup_table(report: BandwidthReport) -> Table:
     table = Table(
         "operation", "rows", "blocks", "block", "p50 µs", "p99 µs", "x echo", "x grpc echo", "copy µs",
-        title="Lookups of a resident prefix; lease = match and hold in one call (copy: what numpy would need to move its bytes)",
+        title="Lookups of a resident prefix; lease = match and hold in one call (copy: numpy moving its bytes)",
     )  # fmt: skip
     for column in table.columns[2:]:
         column.justify = "right"

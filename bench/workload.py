@@ -44,6 +44,13 @@ def n_blocks(workload: Workload, index: int) -> int:
     return int(workload.offsets[index + 1] - workload.offsets[index])
 
 
+def path_ids(workload: Workload, index: int) -> list[int]:
+    """A number per block of the prompt that stands for the whole prefix up to it."""
+    trace = workload.block_view if isinstance(workload, TokenTrace) else workload
+    ids: list[int] = trace.path_ids[trace.offsets[index] : trace.offsets[index + 1]].tolist()
+    return ids
+
+
 def hit_tokens(workload: Workload, index: int, hit_blocks: int) -> int:
     """Tokens that the leading ``hit_blocks`` blocks cover; the last block covers what is left."""
     return min(hit_blocks * workload.block_tokens, workload.requests[index].input_length)

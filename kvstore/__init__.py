@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from kvstore.client import Client, Lease, NamespaceHandle, PutResult
+    from kvstore.client import Client, Lease, NamespaceHandle, PutResult, WaitRule
     from kvstore.types import ExtraKey, GroupKind, KVGroup, KVSpec, Namespace, Root, RowKind, Shard
 
 _HOME = {
-    **dict.fromkeys(("Client", "Lease", "NamespaceHandle", "PutResult"), "kvstore.client"),
+    **dict.fromkeys(("Client", "Lease", "NamespaceHandle", "PutResult", "WaitRule"), "kvstore.client"),
     **dict.fromkeys(
         ("ExtraKey", "GroupKind", "KVGroup", "KVSpec", "Namespace", "Root", "RowKind", "Shard"),
         "kvstore.types",
@@ -24,7 +24,7 @@ _HOME = {
 
 __all__ = [
     "Client", "ExtraKey", "GroupKind", "KVGroup", "KVSpec", "Lease", "Namespace", "NamespaceHandle",
-    "PutResult", "Root", "RowKind", "Shard", "__version__",
+    "PutResult", "Root", "RowKind", "Shard", "WaitRule", "__version__",
 ]  # fmt: skip
 
 

@@ -23,6 +23,9 @@ _UNITS = {
 }  # fmt: skip
 _SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-z]*)\s*", re.IGNORECASE)
 
+WRITE_POLICIES = ("through", "back", "selective")
+RECOVERY_MODES = ("none", "normal", "strict")
+
 UNIX_PATH_BYTES_MAX = 107
 """Longest path of a Unix socket on Linux, without its final zero byte."""
 
@@ -72,6 +75,12 @@ class DaemonConfig:
 
     ``policy_clock`` is ``"system"``, or ``"client"`` to let requests carry the time that policies see
     (replays of traces). ``poll_us`` is how long the daemon stays awake between the requests of a burst.
+
+    With ``nvme_dir`` there is an NVMe tier of ``nvme_bytes`` there. ``write_policy`` says when a block is
+    written to it: with its commit (``"through"``), when DRAM needs its room (``"back"``), or with its access
+    number ``selective_hits`` (``"selective"``); at most ``write_behind_bytes`` wait for that, 0 = a size that
+    fits the DRAM tier. An I/O that is not done after ``io_timeout_s`` counts as failed for those who wait.
+    ``drain_s`` is how long a daemon that is stopped goes on writing what waits.
     """
 
     socket_path: Path
@@ -86,6 +95,14 @@ class DaemonConfig:
     hello_s: float = 5.0
     max_clients: int = 1024
     poll_us: float = 200.0
+    nvme_dir: Path | None = None
+    nvme_bytes: int = 0
+    write_policy: str = "through"
+    selective_hits: int = 2
+    recovery: str = "normal"
+    write_behind_bytes: int = 0
+    io_timeout_s: float = 10.0
+    drain_s: float = 5.0
 
     def __post_init__(self) -> None:
         check_socket_path(self.socket_path)
@@ -122,6 +139,37 @@ class DaemonConfig:
             raise ConfigError(f"--poll-us is {self.poll_us!r}; it must be from 0 (never) to 10000 microseconds")
         if not 1 <= self.max_clients <= 65536:
             raise ConfigError(f"--max-clients is {self.max_clients}; it must be from 1 to 65536")
+        self._check_nvme()
+
+    def _check_nvme(self) -> None:
+        if (self.nvme_dir is None) != (self.nvme_bytes == 0):
+            raise ConfigError("an NVMe tier needs both a directory and a capacity: give --nvme-dir and --nvme")
+        if self.nvme_dir is not None and (self.nvme_dir == Path() or "\0" in str(self.nvme_dir)):
+            raise ConfigError(f"--nvme-dir {str(self.nvme_dir)!r} names no directory: give it a path of its own")
+        if self.nvme_bytes and self.nvme_bytes < MIB:
+            raise ConfigError(f"an NVMe tier of {self.nvme_bytes} bytes is too small: give --nvme at least 1MiB")
+        for name, value, known in (
+            ("--write-policy", self.write_policy, WRITE_POLICIES),
+            ("--recovery", self.recovery, RECOVERY_MODES),
+        ):
+            if value not in known:
+                raise ConfigError(f"{name} is {value!r}; known are {', '.join(known)}")
+        if not 1 <= self.selective_hits <= 255:
+            raise ConfigError(f"--selective-hits is {self.selective_hits}; it must be from 1 to 255 accesses")
+        if not 0 <= self.write_behind_bytes <= self.dram_bytes:
+            raise ConfigError(
+                f"--write-behind is {self.write_behind_bytes}; what waits to be written lies in DRAM: "
+                f"give at most the {self.dram_bytes} bytes of --dram"
+            )
+        if not 0.01 <= self.io_timeout_s <= 86400:
+            raise ConfigError(f"--io-timeout is {self.io_timeout_s!r}; it must be from 0.01 to 86400 seconds")
+        if not 0 <= self.drain_s <= 3600:
+            raise ConfigError(f"--drain is {self.drain_s!r}; it must be from 0 to 3600 seconds")
+
+    @property
+    def write_behind_bytes_effective(self) -> int:
+        """Bytes that may wait to be written: as configured, else a quarter of the DRAM tier, 1 GiB at most."""
+        return self.write_behind_bytes or min(self.dram_bytes // 4, GIB)
 
     @property
     def starter_bytes(self) -> int:

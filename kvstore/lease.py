@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,10 @@ class Lease(Claim):
     n_blocks: int
     partial_tokens: int
     n_tokens: int
+    n_pending: int = 0
+    """Blocks that matched too but are not in DRAM (yet)."""
+    n_nvme: int = 0
+    """Of the blocks held: those that were read from NVMe for it."""
 
 
 @dataclass(slots=True)
@@ -59,11 +63,29 @@ class Pin(Claim):
     ids: NDArray[np.integer[Any]]
 
 
-@dataclass(slots=True)
-class Reservation(Claim):
-    """The right to fill slots that nobody can see yet. ``prefix_ids`` (the ancestors) stay pinned."""
+class RoomRequest(Protocol):
+    """Who wants how many DRAM slots, and what was done for it so far."""
 
     writer: int
+    tenant: str
+    slot_bytes: int
+    n_wanted: int
+    evict_bytes_left: int
+    """What may still be evicted for it; -1 before the first time."""
+    leaving_bytes_before: int
+    moved: bool
+    """Whether idle room was gathered on the way."""
+
+
+@dataclass(slots=True)
+class Reservation(Claim):
+    """The right to fill slots that nobody can see yet. ``prefix_ids`` (the ancestors) stay pinned.
+
+    It is a ``RoomRequest`` too. ``namespace`` is the number of its namespace in this daemon.
+    """
+
+    writer: int
+    namespace: int
     root_key: bytes
     path: RowPath
     slot_bytes: int
@@ -78,10 +100,8 @@ class Reservation(Claim):
     slots: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     quarantined: bool = False
     evict_bytes_left: int = -1
-    """What may still be evicted for it; -1 before the first time."""
     leaving_bytes_before: int = 0
     moved: bool = False
-    """Whether idle room was gathered on the way."""
 
 
 ClaimT = TypeVar("ClaimT", bound=Claim)

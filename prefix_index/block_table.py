@@ -21,33 +21,53 @@ NO_PARENT = 0xFFFFFFFF
 MAX_BLOCKS = NO_PARENT
 TIERS = 4
 GROUPS_PER_TIER = 16
+DRAM, NVME = 0, 1
+"""Tier numbers."""
+
+FREE, STORED, COLD = 0, 1, 2
+"""``state``: not alive; in the tree; known by its key only, as its row has not been seen yet."""
 
 
 def residency_bit(tier: int, group: int = 0) -> int:
-    """The bit of ``residency`` that says: this group of the block lies in this tier (0 is DRAM)."""
+    """The bit of ``residency`` that says: this group of the block lies in this tier."""
     if not (0 <= tier < TIERS and 0 <= group < GROUPS_PER_TIER):
         raise BadInputError(f"tier {tier}, group {group}: there are {TIERS} tiers of {GROUPS_PER_TIER} groups")
     return 1 << (tier * GROUPS_PER_TIER + group)
+
+
+DRAM_BIT, NVME_BIT = residency_bit(DRAM), residency_bit(NVME)
 
 
 class BlockTable:
     """A growable structure of arrays, indexed by block id (uint32, reused after ``free``).
 
     Read a field afresh for each use (``table.rank[ids]``): growing replaces the arrays. A block is alive
-    while ``residency`` is not 0.
+    while ``state`` is not FREE. One that is alive but resident nowhere is *broken*: its bytes are lost, and
+    it stays only for the blocks behind it.
 
-    key          uint8 [., 16]  the chained block key
-    parent       uint32         id of the block before, NO_PARENT for a first block
-    slot         int64          where its bytes lie
-    size_bytes   uint32         how many bytes
-    refs         int32          pins; a pinned block is never evicted
-    generation   uint32         how often the id has been used; (id, generation) names a block for good
-    rank         float64        the policy's order: the lowest leaf goes first
-    last_use_s   float64        policy time of the last access
-    category     uint8          the caller's class of the last access
-    residency    uint64         bits per tier and group
-    n_children   uint32         blocks that directly follow it
-    node         object         the tree's edge that holds it
+    key              uint8 [., 16]  the chained block key
+    parent           uint32         id of the block before, NO_PARENT for a first block
+    slot             int64          where its bytes lie in DRAM; -1 when they don't
+    size_bytes       uint32         how many bytes
+    refs             int32          pins; a pinned block is never evicted
+    generation       uint32         how often the id has been used; (id, generation) names a block for good
+    rank             float64        the policy's order: the lowest leaf goes first
+    last_use_s       float64        policy time of the last access
+    category         uint8          the caller's class of the last access
+    residency        uint64         bits per tier and group
+    n_children       uint32         blocks that directly follow it
+    n_dram_children  uint32         those of them that are in DRAM
+    node             object         the tree's edge that holds it, None for a cold block
+    state            uint8          FREE, STORED or COLD
+
+    With an NVMe tier also
+
+    nvme_slot        int64          the NVMe tier's handle of its frame; -1 when there is none
+    n_nvme_children  uint32         children that are on NVMe
+    hits             uint8          accesses, its insertion included, up to 255
+    namespace        uint32         the caller's number for its namespace
+
+    Without, every block is in DRAM and ``n_dram_children`` is the array ``n_children``.
     """
 
     key: NDArray[np.uint8]
@@ -61,7 +81,13 @@ class BlockTable:
     category: NDArray[np.uint8]
     residency: NDArray[np.uint64]
     n_children: NDArray[np.uint32]
+    n_dram_children: NDArray[np.uint32]
     node: NDArray[Any]
+    state: NDArray[np.uint8]
+    nvme_slot: NDArray[np.int64]
+    n_nvme_children: NDArray[np.uint32]
+    hits: NDArray[np.uint8]
+    namespace: NDArray[np.uint32]
 
     _FIELDS: tuple[tuple[str, Any], ...] = (
         ("parent", np.uint32),
@@ -75,9 +101,18 @@ class BlockTable:
         ("residency", np.uint64),
         ("n_children", np.uint32),
         ("node", object),
+        ("state", np.uint8),
+    )
+    _NVME_FIELDS: tuple[tuple[str, Any], ...] = (
+        ("n_dram_children", np.uint32),
+        ("nvme_slot", np.int64),
+        ("n_nvme_children", np.uint32),
+        ("hits", np.uint8),
+        ("namespace", np.uint32),
     )
 
-    def __init__(self, reserve_blocks: int = 1024) -> None:
+    def __init__(self, reserve_blocks: int = 1024, nvme: bool = False) -> None:
+        self.nvme = nvme
         self._capacity = 0
         self._free = array("I")
         self.n_used = 0
@@ -104,11 +139,13 @@ class BlockTable:
         if self._capacity:
             key[: self.n_used] = self.key[: self.n_used]
         self.key = key
-        for name, dtype in self._FIELDS:
+        for name, dtype in self._FIELDS + (self._NVME_FIELDS if self.nvme else ()):
             new = np.empty(n_blocks, dtype) if dtype is object else np.zeros(n_blocks, dtype)
             if self._capacity:
                 new[: self.n_used] = getattr(self, name)[: self.n_used]
             setattr(self, name, new)
+        if not self.nvme:
+            self.n_dram_children = self.n_children
         self._capacity = n_blocks
 
     def allocate(self, n: int) -> Ids:
@@ -130,6 +167,7 @@ class BlockTable:
     def free(self, ids: Ids) -> None:
         """Give ids back; their blocks are no longer alive."""
         self.residency[ids] = 0
+        self.state[ids] = FREE
         self.node[ids] = None
         self._free.frombytes(ids.tobytes())
 
@@ -139,16 +177,45 @@ class BlockTable:
 
     def alive(self) -> Ids:
         """Ids of all living blocks, ascending. Looks at the whole table."""
-        return np.flatnonzero(self.residency[: self.n_used]).astype(np.uint32)
+        return np.flatnonzero(self.state[: self.n_used]).astype(np.uint32)
 
-    def evictable(self, at: At) -> Ids:
-        """Those of the blocks that are alive, have no children and are not pinned."""
-        mask = (self.n_children[at] == 0) & (self.refs[at] == 0) & (self.residency[at] != 0)
-        leaves: Ids = at[mask].astype(np.uint32)
-        return leaves
+    def resident(self, at: At, tier: int) -> NDArray[np.bool_]:
+        """Which of the blocks have a copy in a tier."""
+        mask: NDArray[np.bool_] = (self.residency[at] & residency_bit(tier)) != 0
+        return mask
 
-    def all_evictable(self) -> Ids:
-        """Ids of all evictable blocks, ascending. Looks at the whole table."""
-        end = self.n_used
-        mask = (self.n_children[:end] == 0) & (self.refs[:end] == 0) & (self.residency[:end] != 0)
-        return np.flatnonzero(mask).astype(np.uint32)
+    def evictable(self, at: At, tier: int = DRAM) -> Ids:
+        """Those of the blocks whose copy in a tier may go: see ``is_evictable``."""
+        ids: Ids = at[self._evictable(at, tier)].astype(np.uint32)
+        return ids
+
+    def is_evictable(self, block: int, tier: int = DRAM) -> bool:
+        """Whether the block has a copy in the tier, isn't pinned, and no child of it has a copy there.
+
+        From NVMe the last copy goes only when nothing at all follows the block.
+        """
+        if self.refs[block] != 0:
+            return False
+        residency = int(self.residency[block])
+        if tier == DRAM:
+            return residency & DRAM_BIT != 0 and self.n_dram_children[block] == 0
+        if residency & NVME_BIT == 0 or self.n_nvme_children[block] != 0:
+            return False
+        return residency & DRAM_BIT != 0 or self.n_children[block] == 0
+
+    def all_evictable(self, tier: int = DRAM) -> Ids:
+        """Ids of all evictable blocks of a tier, ascending. Looks at the whole table."""
+        if not self.nvme:
+            return np.flatnonzero(self._evictable(slice(self.n_used), tier)).astype(np.uint32)
+        # One narrow column first: a tier may hold a small part of the blocks.
+        column = self.residency[: self.n_used].view("<u2")[tier::TIERS]
+        return self.evictable(np.flatnonzero(column), tier)
+
+    def _evictable(self, at: At | slice, tier: int) -> NDArray[np.bool_]:
+        residency = self.residency[at]
+        mask: NDArray[np.bool_] = (self.refs[at] == 0) & ((residency & residency_bit(tier)) != 0)
+        if tier == DRAM:
+            mask &= self.n_dram_children[at] == 0
+        else:
+            mask &= (self.n_nvme_children[at] == 0) & (((residency & DRAM_BIT) != 0) | (self.n_children[at] == 0))
+        return mask

@@ -1,4 +1,4 @@
-"""Finds the evictable leaf of lowest rank, again and again, without a heap entry per block.
+"""Finds the evictable leaf of a tier that has the lowest rank, again and again, without a heap entry per block.
 
 A sorted vector snapshot holds the lowest evictable leaves, up to the rank ``bound``; a small heap holds
 those that became evictable leaves, or changed rank, since then, as far as they are within the bound. Up
@@ -16,7 +16,8 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.prefix_index.block_table import At, BlockTable, Ids
+from kvstore.errors import IntegrityError
+from kvstore.prefix_index.block_table import DRAM, DRAM_BIT, At, BlockTable, Ids, residency_bit
 from kvstore.prefix_index.policy import EvictionPolicy
 
 _SNAPSHOT_MIN = 4096
@@ -26,11 +27,18 @@ _CHUNK = 256
 
 
 class Evictor:
-    """The order of eviction. Tell it about every block whose state or rank changes."""
+    """The order of eviction from one tier. Tell it about every block whose state or rank changes.
 
-    def __init__(self, table: BlockTable, policy: EvictionPolicy) -> None:
+    A leaf is a block that ``BlockTable.is_evictable`` lets go from the tier. ``others``: the evictors of
+    other tiers of the same table, told when a snapshot finds that ranks have changed.
+    """
+
+    def __init__(self, table: BlockTable, policy: EvictionPolicy, tier: int = DRAM) -> None:
         self._table = table
         self._policy = policy
+        self._tier = tier
+        self.others: tuple[Evictor, ...] = ()
+        self._aside: set[int] = set()
         self._heap: list[tuple[float, int]] = []
         self.forget()
 
@@ -56,14 +64,14 @@ class Evictor:
         within = self._table.rank[at] <= self._bound
         if not within.any():
             return
-        ids = self._table.evictable(at[within])
+        ids = self._table.evictable(at[within], self._tier)
         for entry in zip(self._table.rank[ids].tolist(), ids.tolist(), strict=True):
             heappush(self._heap, entry)
         if len(self._heap) > _HEAP_SLACK + 2 * len(self._ids):
             self.forget()
 
     def became_leaf(self, block: int) -> None:
-        """``changed`` for the parent of an evicted block."""
+        """``changed`` for a block that lost its last child."""
         table = self._table
         if table.refs[block] == 0:
             rank = float(table.rank[block])
@@ -71,7 +79,7 @@ class Evictor:
                 heappush(self._heap, (rank, block))
 
     def pop(self) -> int:
-        """The evictable leaf to go first, or -1. The caller must evict it before asking again."""
+        """The evictable leaf to go first, or -1. Before asking again the caller evicts it or passes it over."""
         if self._version != self._policy.version:
             self.forget()
         while True:
@@ -81,24 +89,38 @@ class Evictor:
                     return -1
                 continue
             rank, block = entry
-            table = self._table
-            if (
-                table.n_children[block] == 0
-                and table.refs[block] == 0
-                and table.residency[block] != 0
-                and table.rank[block] == rank
-            ):
+            if block in self._aside:
+                continue
+            if self._table.rank[block] == rank and self._table.is_evictable(block, self._tier):
                 return block
+
+    def pass_over(self, block: int) -> None:
+        """A block that came from ``pop`` stays where it is, and is not given again until ``take_back``."""
+        self._aside.add(block)
+
+    def take_back(self) -> None:
+        """The blocks passed over have their place in the order again."""
+        aside = np.fromiter(self._aside, np.intp, len(self._aside))
+        self._aside.clear()
+        self.changed(aside)
 
     def run(self, ids: Ids) -> int:
         """How many of ``ids`` go next, one after the other: ``ids[0]`` came from ``pop``, each is the parent
-        of the one before it and has no other child."""
+        of the one before it."""
         table = self._table
         if not self._chunk:
             self._load()
         least = min(self._heap[0][0] if self._heap else math.inf, self._chunk[-1][0] if self._chunk else math.inf)
         ranks = table.rank[ids]
         stays = (ranks >= least) | (ranks > self._bound) | (table.refs[ids] != 0)
+        children = table.n_dram_children if self._tier == DRAM else table.n_nvme_children
+        stays |= children[ids] > 1
+        if table.nvme:
+            residency = table.residency[ids]
+            stays |= (residency & residency_bit(self._tier)) == 0
+            if self._tier != DRAM:  # a last copy goes only if its one child went for good just before
+                in_dram = (residency & DRAM_BIT) != 0
+                stays[1:] |= ~in_dram[1:] & ((table.n_children[ids[1:]] > 1) | in_dram[:-1])
         stays[0] = False
         first = int(stays.argmax())
         return first if stays[first] else len(ids)
@@ -120,13 +142,19 @@ class Evictor:
     def _look(self) -> bool:
         """Take a new snapshot; False if nothing is evictable."""
         self.forget()
-        ids = self._table.all_evictable()
+        ids = self._table.all_evictable(self._tier)
+        if self._aside:
+            ids = ids[~np.isin(ids, np.fromiter(self._aside, np.uint32, len(self._aside)))]
         if not len(ids):
             # From here on every leaf that appears is entered: asking again in vain costs no look.
             self._bound = math.inf
             self._complete = True
             return False
-        ranks = self._table.rank[ids] = self._policy.rank(ids)
+        ranks = self._policy.rank(ids)
+        moved = ids[ranks != self._table.rank[ids]] if self.others else ids[:0]
+        self._table.rank[ids] = ranks
+        for other in self.others:
+            other.changed(moved)
         keep = max(_SNAPSHOT_MIN, len(ids) // _SNAPSHOT_SHARE)
         if len(ids) > keep:
             lowest = np.argpartition(ranks, keep - 1)[:keep]
@@ -138,3 +166,15 @@ class Evictor:
         order = np.argsort(ranks, kind="stable")
         self._ids, self._ranks = ids[order], ranks[order]
         return True
+
+    def check(self) -> None:
+        """Raises IntegrityError if an evictable block within the bound is neither in snapshot nor heap. Slow."""
+        if self._version != self._policy.version:
+            return
+        table = self._table
+        waiting = set(self._heap) | set(self._chunk)
+        waiting |= set(zip(self._ranks[self._at :].tolist(), self._ids[self._at :].tolist(), strict=True))
+        for block in table.all_evictable(self._tier).tolist():
+            entry = (float(table.rank[block]), block)
+            if entry[0] <= self._bound and entry not in waiting:
+                raise IntegrityError(f"block {block} is evictable from tier {self._tier}, but its evictor forgot it")

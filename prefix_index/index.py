@@ -1,6 +1,6 @@
-"""The prefix index of a daemon: which blocks are stored for a prompt, and which to give up first.
+"""The prefix index of a daemon: which blocks are stored for a prompt, where, and which to give up first.
 
-One thread uses it; nothing here blocks, waits or does I/O.
+A block has copies in DRAM, on NVMe or both. One thread uses the index; nothing here blocks, waits or does I/O.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError, IntegrityError, KVStoreError
-from kvstore.prefix_index.block_table import NO_PARENT, At, BlockTable, Ids, residency_bit
-from kvstore.prefix_index.evictor import Evictor
+from kvstore.prefix_index import lineage
+from kvstore.prefix_index.block_table import DRAM, DRAM_BIT, NO_PARENT, NVME, STORED, At, BlockTable, Ids
+from kvstore.prefix_index.cold import ColdBlocks
+from kvstore.prefix_index.copies import Copies
 from kvstore.prefix_index.integrity import check_index
+from kvstore.prefix_index.leaving import Evicted, Leaving
 from kvstore.prefix_index.policy import EvictionPolicy
+from kvstore.prefix_index.reopen import Found, take_in
 from kvstore.prefix_index.rows import RowPath
+from kvstore.prefix_index.search import Match, Search
 from kvstore.prefix_index.tree import RadixTree, Stop, as_ids
 from kvstore.types import KEY_BYTES
 
-_DRAM = residency_bit(0)
+__all__ = ["Evicted", "Inserted", "Match", "MissingParent", "PrefixIndex"]
+
 _MAX_SIZE_BYTES = (1 << 32) - 1
 
 
@@ -29,48 +35,35 @@ class MissingParent(KVStoreError):  # noqa: N818 - it names what is missing, not
     """Rows can't be stored because an earlier row of their path isn't; nothing was changed."""
 
 
-class Match(NamedTuple):
-    """The longest stored prefix of a prompt. Valid until the index next changes."""
-
-    ids: Ids
-    """Blocks of whole rows, first to last."""
-    partial_id: int
-    """A block whose first ``partial_tokens`` tokens come next in the prompt (a short leaf too), or -1."""
-    partial_tokens: int
-    n_tokens: int
-    """Tokens matched: whole blocks and the partial one."""
-
-
 class Inserted(NamedTuple):
-    """Blocks of the rows asked for; where ``is_new`` is False an older block stays and its slot too."""
+    """Blocks of the rows asked for. ``is_new``: the slot was taken; else a block that is in DRAM already stays,
+    and its slot too."""
 
     ids: Ids
     is_new: NDArray[np.bool_]
 
 
-class Evicted(NamedTuple):
-    """Blocks that left the index, in the order they went. The ids may be reused at once."""
-
-    ids: Ids
-    slots: NDArray[np.int64]
-    size_bytes: NDArray[np.int64]
-    keys: NDArray[np.uint8]
-    """Block keys, [n, 16]."""
-
-
 class PrefixIndex:
-    """Radix tree, block table and eviction order behind one face.
+    """Radix tree, block table, copies and eviction order behind one face.
 
     ``reserve_blocks``: room made at once, so that the table needn't be copied to grow; untouched room
-    takes no memory.
+    takes no memory. ``nvme``: whether there is an NVMe tier; methods that name it need True.
+
+    Copies on NVMe are closed towards the head of a prompt, but for blocks whose copy broke; copies in DRAM
+    need not be. A block leaves the index with its last copy if nothing follows it, else it stays as *broken*
+    (alive, never matched) until it is stored again or the last block behind it leaves. A pinned block loses
+    no copy, unless that breaks, and stays.
     """
 
-    def __init__(self, policy: EvictionPolicy, reserve_blocks: int = 1 << 16) -> None:
-        self.table = BlockTable(reserve_blocks)
+    def __init__(self, policy: EvictionPolicy, reserve_blocks: int = 1 << 16, nvme: bool = False) -> None:
+        self.table = BlockTable(reserve_blocks, nvme)
         self._policy = policy
         policy.attach(self.table)
         self._tree = RadixTree(self.table)
-        self._evictor = Evictor(self.table, policy)
+        self._copies = Copies(self.table, policy)
+        self._cold = ColdBlocks(self.table)
+        self._search = Search(self._tree, self.table, self._copies, self._cold)
+        self._leaving = Leaving(self._tree, self.table, policy, self._copies, self._cold)
 
     @property
     def policy(self) -> EvictionPolicy:
@@ -79,35 +72,115 @@ class PrefixIndex:
 
     @property
     def n_blocks(self) -> int:
-        """Blocks stored."""
+        """Blocks alive, broken ones included."""
         return self.table.n_blocks
 
     @property
+    def n_dram_blocks(self) -> int:
+        """Blocks with a copy in DRAM."""
+        return self._copies.n[DRAM]
+
+    @property
+    def n_nvme_blocks(self) -> int:
+        """Blocks with a copy on NVMe."""
+        return self._copies.n[NVME]
+
+    @property
+    def n_broken_blocks(self) -> int:
+        """Blocks without a copy that stay for what is behind them, or because they are pinned."""
+        return self._copies.n_broken
+
+    @property
+    def n_cold_blocks(self) -> int:
+        """Blocks that no prompt has shown the rows of since they were made known by key."""
+        return self._cold.n
+
+    @property
     def n_roots(self) -> int:
-        """Roots with at least one block."""
+        """Roots with at least one block that is not cold."""
         return len(self._tree.roots)
 
-    def match(self, root_key: bytes, path: RowPath) -> Match:
-        """The longest stored prefix. A pure question: splits, touches and pins nothing.
+    # Questions -----------------------------------------------------------------------------------
 
-        Raises BadInputError when the root holds rows of another size or kind.
+    def match(self, root_key: bytes, path: RowPath) -> Match:
+        """The longest stored prefix, whichever tiers hold it. A pure question: touches and pins nothing.
+
+        Cold blocks that the prompt shows the rows of are not cold any more; of those the prompt must show a
+        whole row, for a short last block exactly its tail. Raises BadInputError when the root holds rows of
+        another size or kind.
         """
-        root = self._tree.find_root(root_key, path)
-        if root is None:
-            return Match(np.empty(0, np.uint32), -1, 0, 0)
-        stop = self._tree.walk(root, path, path.n_full_rows)
-        partial_id, partial_tokens = -1, 0
-        if stop.n_rows < path.n_rows and path.unit_bytes != path.row_bytes:
-            partial_id, partial_tokens = self._tree.partial(stop, path)
-        n_tokens = stop.n_rows * path.block_tokens + partial_tokens
-        return Match(as_ids(stop.ids), partial_id, partial_tokens, n_tokens)
+        return self._search.match(root_key, path)
+
+    def resident(self, ids: At, tier: int) -> NDArray[np.bool_]:
+        """Which of the blocks have a copy in a tier (DRAM or NVME)."""
+        return self.table.resident(ids.astype(np.intp, copy=False), tier)
+
+    def slots(self, ids: At) -> NDArray[np.int64]:
+        """Where the bytes of these blocks lie in DRAM, -1 where they don't; a copy."""
+        return self.table.slot[ids.astype(np.intp, copy=False)]
+
+    def nvme_slots(self, ids: At) -> NDArray[np.int64]:
+        """The NVMe tier's handles of these blocks, -1 where it has none; a copy."""
+        return self.table.nvme_slot[ids.astype(np.intp, copy=False)]
+
+    def frame_rows(self, ids: Ids) -> list[tuple[bytes, bytes]]:
+        """Per block its row's bytes as hashed and the digest of its extra keys, or b"".
+
+        Raises BadInputError for a cold block.
+        """
+        return lineage.frame_rows(self.table, ids)
+
+    def parent_keys(self, ids: Ids) -> NDArray[np.uint8]:
+        """Keys of the blocks before these, uint8 [n, 16]; the root key for a first block."""
+        return lineage.parent_keys(self.table, self._cold, ids)
+
+    def chain_unpersisted(self, ids: Ids) -> Ids:
+        """These blocks and all their ancestors, as far as they are not on NVMe: each once, parents first.
+
+        Nothing at or behind a block that can't be written is returned: a broken one, or a cold one that is
+        in DRAM only.
+        """
+        return lineage.chain_unpersisted(self.table, self._copies, ids)
+
+    def coldest(self, n: int) -> Ids:
+        """The up to ``n`` leaves of DRAM that would be evicted next, in order; changes nothing."""
+        evictor = self._copies.evictors[DRAM]
+        ids = array("I")
+        while len(ids) < n and (block := evictor.pop()) >= 0:
+            ids.append(block)
+            evictor.pass_over(block)
+        evictor.take_back()
+        return as_ids(ids)
+
+    def check(self) -> None:
+        """Verify every structural invariant. Raises IntegrityError that names the one broken. Slow."""
+        check_index(self._tree, self.table, self._copies, self._cold)
+
+    # Use -----------------------------------------------------------------------------------------
 
     def touch(self, ids: At, now_s: float, category: int = 0) -> None:
         """One access of blocks of one path, given from its head; the head counts as more recent."""
         if len(ids):
             at = ids.astype(np.intp, copy=False)
             self._used(at, now_s, category)
-            self._evictor.changed(at, self._policy.accessed(at, now_s))
+            self._copies.changed(at, self._policy.accessed(at, now_s))
+
+    def pin(self, ids: At) -> None:
+        """Keep all copies of these blocks (distinct ids) until as many ``unpin``."""
+        self.table.refs[ids.astype(np.intp, copy=False)] += 1
+
+    def unpin(self, ids: At) -> None:
+        """Undo one ``pin`` of these blocks (distinct ids). Raises IntegrityError if one isn't pinned."""
+        at = ids.astype(np.intp, copy=False)
+        refs = self.table.refs[at]
+        if len(refs) and refs.min() <= 0:
+            raise IntegrityError(f"block {ids[int(refs.argmin())]} is unpinned more often than it was pinned")
+        self.table.refs[at] = refs - 1
+        self._copies.changed(at)
+        if self._copies.n_broken:
+            self._leaving.sweep(at)
+
+    # Gains ---------------------------------------------------------------------------------------
 
     def insert(
         self,
@@ -118,11 +191,13 @@ class PrefixIndex:
         size_bytes: int,
         now_s: float,
         category: int = 0,
+        namespace: int = 0,
     ) -> Inserted:
         """Store rows ``first_row`` to ``first_row + len(slots) - 1``, whose bytes lie in ``slots``.
 
-        A row that is stored keeps its block. A short last row becomes a short leaf. Raises MissingParent
-        when an earlier row isn't stored, BadInputError for rows the path doesn't have; nothing changes then.
+        A row that is in DRAM keeps its block and slot; one that is on NVMe only, or broken, takes the new slot.
+        Taking a slot counts as an access. A short last row becomes a short leaf. Raises MissingParent when an
+        earlier row isn't stored, BadInputError for rows the path doesn't have; nothing changes then.
         """
         end = first_row + len(slots)
         if len(root_key) != KEY_BYTES:
@@ -133,109 +208,115 @@ class PrefixIndex:
             raise BadInputError(f"size_bytes is {size_bytes}; it must be in 0..{_MAX_SIZE_BYTES}")
         if first_row == end:
             return Inserted(np.empty(0, np.uint32), np.empty(0, np.bool_))
-        root = self._tree.find_root(root_key, path)
-        if root is None:
+        stop = self._search.locate(root_key, path, end)
+        if stop is None:
             if first_row:
                 raise MissingParent(f"row {first_row} of a path of which nothing is stored: insert row 0 first")
-            root = self._tree.make_root(root_key, path)
-        stop = self._tree.walk(root, path, end)
-        if stop.n_rows < first_row:
-            raise MissingParent(f"row {first_row} of a path stored up to row {stop.n_rows}: insert the rows between")
-        old = as_ids(stop.ids)
-        new = self._add(root_key, path, stop, end, slots[stop.n_rows - first_row :])
+            stop = Stop(self._tree.make_root(root_key, path), 0, 0, array("I"))
+        stored = self._search.before_broken(root_key, path, stop).n_rows
+        if stored < first_row:
+            raise MissingParent(f"row {first_row} of a path stored up to row {stored}: insert the rows between")
+        old = as_ids(stop.ids)[first_row:]
+        new = self._add(root_key, path, stop, end, slots[len(old) :])
         if len(new):
             self.table.size_bytes[new] = size_bytes
+            if self.table.nvme:
+                self.table.namespace[new] = namespace
             self._used(new, now_s, category)
             self._policy.inserted(new, now_s)
-            self._evictor.changed(new[-1:])
-        is_new = np.zeros(end - first_row, np.bool_)
-        is_new[len(is_new) - len(new) :] = True
-        return Inserted(np.concatenate((old[first_row:], new)), is_new)
+            self._copies.evictors[DRAM].changed(new[-1:])
+        is_new = np.ones(end - first_row, np.bool_)
+        is_new[: len(old)] = ~self.table.resident(old, DRAM) if self.table.nvme else False
+        if len(new) < np.count_nonzero(is_new):
+            back = old[is_new[: len(old)]].astype(np.intp)
+            self._copies.gain(back, DRAM, slots[is_new][: len(back)])
+            self.touch(back, now_s, category)
+        return Inserted(np.concatenate((old, new)), is_new)
 
-    def pin(self, ids: At) -> None:
-        """Keep these blocks (distinct ids) from eviction until as many ``unpin``."""
-        self.table.refs[ids.astype(np.intp, copy=False)] += 1
+    def insert_cold(
+        self,
+        keys: NDArray[np.uint8],
+        parents: NDArray[np.uint8],
+        slots: NDArray[np.int64],
+        size_bytes: NDArray[np.uint32],
+        namespaces: NDArray[np.uint32],
+        now_s: float,
+        tier: int = NVME,
+    ) -> Ids:
+        """Blocks that a tier still has from before, known by key only, uint8 [n, 16]; returns their ids.
 
-    def unpin(self, ids: At) -> None:
-        """Undo one ``pin`` of these blocks (distinct ids). Raises IntegrityError if one isn't pinned."""
-        at = ids.astype(np.intp, copy=False)
-        refs = self.table.refs[at]
-        if len(refs) and refs.min() <= 0:
-            raise IntegrityError(f"block {ids[int(refs.argmin())]} is unpinned more often than it was pinned")
-        self.table.refs[at] = refs - 1
-        self._evictor.changed(at)
+        Parents come before their children, otherwise the order counts as that of their last use, oldest first.
+        A parent key that no block has is a root key. A key that is known already, from another tier, gains
+        this copy. Call it before the first ``insert`` or ``match``. Raises BadInputError for a key given twice
+        or a parent behind its child, IntegrityError where a block has its copy already, for a parent that is
+        not on NVMe as its child is, and when there are blocks that are not cold; nothing has changed then.
+        """
+        if self.n_blocks != self._cold.n:
+            raise IntegrityError("blocks from before are made known first, before any prompt")
+        found = Found(keys, parents, slots, size_bytes, namespaces)
+        return take_in(self.table, self._copies, self._cold, self._policy, found, now_s, tier)
+
+    def may_join_nvme(self, ids: Ids) -> NDArray[np.bool_]:
+        """Which blocks ``add_nvme`` would take, in this order. A parent's copy may have broken meanwhile."""
+        return self._copies.may_join_nvme(ids)
+
+    def add_nvme(self, ids: Ids, nvme_slots: NDArray[np.int64]) -> None:
+        """These blocks are on NVMe now. Raises IntegrityError, and changes nothing, where one is there already
+        or its parent is neither there nor earlier in ``ids``."""
+        refused = ~self._copies.may_join_nvme(ids)
+        if refused.any():
+            raise IntegrityError(
+                f"block {ids[refused][0]} is on NVMe already or its parent is not: ask may_join_nvme first"
+            )
+        self._copies.gain(ids, NVME, nvme_slots)
+
+    def add_dram(self, ids: Ids, slots: NDArray[np.int64]) -> None:
+        """These blocks are in DRAM now too. Raises IntegrityError if one was; nothing changed then."""
+        self._copies.gain(ids, DRAM, slots)
+
+    def relocate(self, ids: Ids, slots: NDArray[np.int64]) -> None:
+        """The bytes of these blocks lie in other DRAM slots now."""
+        self.table.slot[ids] = slots
+
+    # Losses --------------------------------------------------------------------------------------
 
     def evict(self, n: int) -> Evicted:
-        """Give up the ``n`` blocks the policy values least: leaves only, never a pinned one.
+        """Drop from DRAM the ``n`` copies the policy values least: never a pinned one, of a path the tail first.
 
         Fewer when nothing else is evictable. The cost grows with ``n``: slice a long burst.
         """
-        table, evictor = self.table, self._evictor
-        gone = array("I")
-        while len(gone) < n and (block := evictor.pop()) >= 0:
-            ids = table.node[block].ids
-            tail = ids[: -min(len(ids), n - len(gone)) - 1 : -1]
-            if len(tail) > 1:
-                del tail[evictor.run(as_ids(tail)) :]
-            self._take_leaves(block, tail)
-            gone.extend(tail)
-        return self._forget(gone)
+        return self._leaving.evict(n, DRAM)
 
     def evict_among(self, n: int, worth: Callable[[int], int], most_passed: int) -> Evicted:
-        """As ``evict``, until the blocks given up are worth ``n``: ``worth(slot)`` says what each one counts.
+        """As ``evict``, until the copies given up are worth ``n``: ``worth(slot)`` says what each one counts.
 
         Blocks of negative worth are passed over and keep their place in the order; after ``most_passed`` of
         them it ends, so that the order is never bent further than that.
         """
-        table, evictor = self.table, self._evictor
-        gone, passed = array("I"), array("I")
-        gained = 0
-        while gained < n and len(passed) <= most_passed and (block := evictor.pop()) >= 0:
-            value = worth(int(table.slot[block]))
-            if value >= 0:
-                gained += value
-                self._take_leaves(block, array("I", (block,)))
-                gone.append(block)
-            else:
-                passed.append(block)
-        evictor.changed(as_ids(passed).astype(np.intp))
-        return self._forget(gone)
+        return self._leaving.evict_among(n, worth, most_passed)
 
-    def _take_leaves(self, block: int, tail: array[int]) -> None:
-        """Out of the tree: ``tail``, which starts with ``block`` and goes up its edge."""
-        table = self.table
-        self._tree.remove_leaves(table.node[block], len(tail))
-        table.residency[as_ids(tail)] = 0
-        parent = int(table.parent[tail[-1]])
-        if parent != NO_PARENT:
-            left = int(table.n_children[parent]) - 1
-            table.n_children[parent] = left
-            if left == 0:
-                self._evictor.became_leaf(parent)
+    def evict_nvme(self, n: int) -> Evicted:
+        """Drop from NVMe the ``n`` copies the policy values least, as ``evict`` does from DRAM.
 
-    def _forget(self, gone: array[int]) -> Evicted:
-        """Out of the table: blocks that the tree has let go."""
-        table, ids = self.table, as_ids(gone)
-        self._policy.evicted(ids)
-        out = Evicted(ids, table.slot[ids], table.size_bytes[ids].astype(np.int64), table.key[ids])
-        table.free(ids)
-        return out
+        A last copy goes only when no block at all follows.
+        """
+        return self._leaving.evict(n, NVME)
 
-    def relocate(self, ids: Ids, slots: NDArray[np.int64]) -> None:
-        """The bytes of these blocks lie in other slots now."""
-        self.table.slot[ids] = slots
+    def break_nvme(self, ids: Ids) -> NDArray[np.int64]:
+        """The NVMe copies of these blocks are bad: dropped, pinned or not. Returns their slots there.
 
-    def slots(self, ids: At) -> NDArray[np.int64]:
-        """Where the bytes of these blocks lie; a copy."""
-        return self.table.slot[ids.astype(np.intp, copy=False)]
+        Raises IntegrityError, and changes nothing, if one has no copy there or is given twice.
+        """
+        return self._leaving.break_nvme(ids)
 
-    def check(self) -> None:
-        """Verify every structural invariant. Raises IntegrityError that names the one broken. Slow."""
-        check_index(self._tree, self.table)
+    # Own -----------------------------------------------------------------------------------------
 
     def _used(self, at: At, now_s: float, category: int) -> None:
-        self.table.last_use_s[at] = now_s
-        self.table.category[at] = category
+        table = self.table
+        table.last_use_s[at] = now_s
+        table.category[at] = category
+        if table.nvme:
+            table.hits[at] = np.minimum(table.hits[at], 254) + 1
 
     def _add(self, root_key: bytes, path: RowPath, stop: Stop, end: int, slots: NDArray[np.int64]) -> Ids:
         """Blocks for the rows behind ``stop``, in tree and table; size and use are left to fill."""
@@ -255,6 +336,13 @@ class PrefixIndex:
             table.n_children[parent] += 1
         table.slot[ids] = slots
         table.refs[ids] = 0
-        table.residency[ids] = _DRAM
+        table.residency[ids] = DRAM_BIT
+        table.state[ids] = STORED
+        if table.nvme:
+            table.n_dram_children[ids] = table.n_children[ids]
+            if parent != NO_PARENT:
+                table.n_dram_children[parent] += 1
+            table.nvme_slot[ids], table.n_nvme_children[ids], table.hits[ids] = -1, 0, 0
+        self._copies.n[DRAM] += n_new
         self._tree.grow(stop, path, end, ids)
         return ids

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.errors import IntegrityError
-from kvstore.prefix_index.block_table import NO_PARENT, BlockTable
+from kvstore.prefix_index.block_table import COLD, DRAM, FREE, NO_PARENT, NVME, STORED, BlockTable, Ids
+from kvstore.prefix_index.cold import ColdBlocks
+from kvstore.prefix_index.copies import Copies
 from kvstore.prefix_index.keys import block_key
 from kvstore.prefix_index.node import Node, RootNode, open_part
 from kvstore.prefix_index.rows import EXTRA_SUFFIX_BYTES
@@ -13,7 +15,7 @@ from kvstore.prefix_index.tree import RadixTree
 from kvstore.types import TOKEN_BYTES
 
 
-def check_index(tree: RadixTree, table: BlockTable) -> None:
+def check_index(tree: RadixTree, table: BlockTable, copies: Copies, cold: ColdBlocks) -> None:
     """Raises IntegrityError naming the first broken invariant. Visits every block and hashes its row."""
     seen: list[int] = []
     for root_key, root in tree.roots.items():
@@ -31,6 +33,11 @@ def check_index(tree: RadixTree, table: BlockTable) -> None:
             todo.extend(node.kids or ())
             todo.extend(node.special.kids if node.special else ())
     _check_table(table, np.array(seen, np.uint32))
+    _check_counts(table)
+    _check_copies(table, copies)
+    cold.check()
+    for evictor in copies.evictors:
+        evictor.check()
 
 
 def _require(holds: bool, invariant: str, where: object = "") -> None:
@@ -68,17 +75,10 @@ def _check_edge(node: Node, root: RootNode) -> None:
 def _check_blocks(node: Node, root: RootNode, table: BlockTable) -> None:
     above = node.above()
     parent = above.ids[-1] if above.ids else NO_PARENT
-    last = len(node.ids) - 1
     for i, block in enumerate(node.ids):
         _require(table.node[block] is node, "the table knows the edge of a block", block)
         _require(int(table.parent[block]) == parent, "the table knows the block before a block", block)
-        _require(int(table.residency[block]) != 0, "a block in the tree is alive", block)
-        _require(int(table.refs[block]) >= 0, "pins are not negative", block)
-        _require(
-            int(table.n_children[block]) == (1 if i < last else node.n_kids),
-            "the table counts the blocks that follow a block",
-            block,
-        )
+        _require(int(table.state[block]) == STORED, "a block in the tree is alive", block)
         before = root.root_key if parent == NO_PARENT else table.key[parent].tobytes()
         row, digest = _row_and_digest(node, root, i)
         _require(table.key[block].tobytes() == block_key(before, row, digest), "block keys are chained", block)
@@ -104,11 +104,53 @@ def _check_kids(node: Node, root: RootNode) -> None:
         )
 
 
-def _check_table(table: BlockTable, seen: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> None:
+def _check_table(table: BlockTable, seen: Ids) -> None:
     _require(len(np.unique(seen)) == len(seen), "no block is in the tree twice")
-    _require(np.array_equal(np.sort(seen), table.alive()), "the living blocks are those of the tree")
+    alive = table.alive()
+    in_tree = alive[table.state[alive] == STORED]
+    _require(np.array_equal(np.sort(seen), in_tree), "the living blocks are those of the tree")
     free = table.free_ids()
     _require(len(np.unique(free)) == len(free), "no id is free twice")
-    _require(not np.intersect1d(free, seen).size, "no id is free and in use")
-    _require(table.n_blocks == len(seen), "every id is free or in use")
+    _require(not np.intersect1d(free, alive).size, "no id is free and in use")
+    _require(table.n_blocks == len(alive), "every id is free or in use")
     _require(all(node is None for node in table.node[free]), "a free id has no edge")
+    _require(not table.residency[free].any(), "a free id has no copy")
+    cold = alive[table.state[alive] == COLD]
+    _require(all(node is None for node in table.node[cold]), "a cold block has no edge")
+
+
+def _check_counts(table: BlockTable) -> None:
+    alive = table.alive()
+    _require(bool((table.refs[alive] >= 0).all()), "pins are not negative")
+    children = alive[table.parent[alive] != NO_PARENT]
+    parents = table.parent[children]
+    _require(bool((table.state[parents] != FREE).all()), "the block before a block is alive")
+    below_cold = table.state[parents] == COLD
+    _require(bool((table.state[children[below_cold]] == COLD).all()), "what follows a cold block is cold")
+    everyone = np.ones(len(children), np.bool_)
+    columns = [("", everyone, table.n_children), ("in DRAM ", table.resident(children, DRAM), table.n_dram_children)]
+    if table.nvme:
+        columns.append(("on NVMe ", table.resident(children, NVME), table.n_nvme_children))
+    for where, counted, column in columns:
+        n = np.bincount(parents[counted], minlength=table.n_used)
+        wrong = alive[n[alive] != column[alive]]
+        _require(not len(wrong), f"the table counts the blocks {where}that follow a block", wrong[:1])
+
+
+def _check_copies(table: BlockTable, copies: Copies) -> None:
+    alive = table.alive()
+    in_dram, on_nvme = table.resident(alive, DRAM), table.resident(alive, NVME)
+    _require(copies.n == [int(in_dram.sum()), int(on_nvme.sum())], "the copies of each tier are counted")
+    if not table.nvme:
+        _require(bool(in_dram.all()), "without NVMe every block is in DRAM")
+        return
+    _require(np.array_equal(table.slot[alive] >= 0, in_dram), "exactly the blocks in DRAM have a slot")
+    _require(np.array_equal(table.nvme_slot[alive] >= 0, on_nvme), "exactly the blocks on NVMe have a slot there")
+    broken = alive[~in_dram & ~on_nvme]
+    _require(copies.n_broken == len(broken), "broken blocks are counted")
+    needless = broken[(table.n_children[broken] == 0) & (table.refs[broken] == 0)]
+    _require(not len(needless), "a broken block has children or pins", needless[:1])
+    parents = table.parent[alive[on_nvme]]
+    parents = parents[parents != NO_PARENT]
+    open_ends = set(parents[~table.resident(parents, NVME)].tolist())
+    _require(open_ends == copies.holes(), "on NVMe are whole chains, but for copies that broke", open_ends)

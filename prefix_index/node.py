@@ -9,6 +9,7 @@ from operator import attrgetter
 import numpy as np
 
 from kvstore.errors import IntegrityError
+from kvstore.prefix_index.keys import EXTRA_DIGEST_BYTES
 from kvstore.prefix_index.rows import EXTRA_SUFFIX_BYTES
 from kvstore.types import TOKEN_BYTES
 
@@ -134,6 +135,18 @@ class SpecialKids:
         while self.by_open_part[at] is not kid:
             at += 1
         del self.by_open_part[at]
+
+
+def row_and_digest(node: Node, i: int) -> tuple[bytes, bytes]:
+    """Row ``i`` of an edge as its key hashes it: bytes, and the digest of extra keys or b""."""
+    if i:
+        width = len(node.rest) // (len(node.ids) - 1)
+        return bytes(node.rest[(i - 1) * width : i * width]), b""
+    special = node.above().special
+    if special is not None and special.find(node.head) is node:
+        cut = len(node.head) - EXTRA_SUFFIX_BYTES
+        return node.head[:cut], node.head[cut : cut + EXTRA_DIGEST_BYTES]
+    return node.head, b""
 
 
 def open_part(kid: Node) -> bytes:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError, IntegrityError
 from kvstore.prefix_index.block_table import BlockTable, Ids
@@ -93,22 +94,27 @@ class RadixTree:
             ids.extend(node.ids)
         return Stop(node, used, row, ids)
 
-    def partial(self, stop: Stop, path: RowPath) -> tuple[int, int]:
+    def partial(self, stop: Stop, path: RowPath, skip_broken: bool = False) -> tuple[int, int]:
         """The block that shares most of the next tokens: (id, tokens), or (-1, 0).
 
         Children are sorted, so only the two next to where the row would stand can share most of it. Tokens
-        covered by extra keys, in the prompt or the block, never count.
+        covered by extra keys, in the prompt or the block, never count. ``skip_broken``: blocks without a
+        copy are passed over.
         """
         query = path.open_part(stop.n_rows)
         best, best_id = 0, -1
-        for row, block in _candidates(stop, query, path.row_bytes):
+        residency = self._table.residency if skip_broken else None
+        for row, block in _candidates(stop, query, path.row_bytes, residency):
             tokens = common_prefix_bytes(row, query) // TOKEN_BYTES
             if tokens > best:
                 best, best_id = tokens, block
         return best_id, best
 
-    def grow(self, stop: Stop, path: RowPath, n_rows: int, ids: Ids) -> None:
-        """Store rows ``stop.n_rows`` to ``n_rows - 1`` under ``ids``, from where ``stop`` was found."""
+    def grow(self, stop: Stop, path: RowPath, n_rows: int, ids: Ids) -> Stop:
+        """Store rows ``stop.n_rows`` to ``n_rows - 1`` under ``ids``, from where ``stop`` was found.
+
+        Returns where the path then ends.
+        """
         node = stop.node
         if stop.used < len(node.ids):
             node = self._split(node, stop.used, path.row_bytes)
@@ -127,6 +133,7 @@ class RadixTree:
                 node = kid
             self._table.node[here] = node
             row = end
+        return Stop(node, len(node.ids), n_rows, stop.ids + array("I", ids.tobytes()))
 
     def remove_leaves(self, node: Node, n: int) -> None:
         """Take the last ``n`` rows from a node without children; an empty node goes, an empty root too."""
@@ -175,24 +182,32 @@ def as_ids(ids: array[int]) -> Ids:
     return np.frombuffer(ids, np.uint32) if ids else np.empty(0, np.uint32)
 
 
-def _candidates(stop: Stop, query: bytes, width: int) -> Iterator[tuple[bytes | bytearray, int]]:
+def _candidates(
+    stop: Stop, query: bytes, width: int, residency: NDArray[np.uint64] | None
+) -> Iterator[tuple[bytes | bytearray, int]]:
     node, used = stop.node, stop.used
     if not query:
         return
     if used < len(node.ids):
-        yield node.rest[(used - 1) * width : used * width], node.ids[used]
+        if residency is None or residency[node.ids[used]] != 0:
+            yield node.rest[(used - 1) * width : used * width], node.ids[used]
         return
     if node.kids is not None:
-        for kid in _neighbours(node.kids, bisect_left(node.kids, query, key=HEAD)):
+        for kid in _neighbours(node.kids, bisect_left(node.kids, query, key=HEAD), residency):
             yield kid.head, kid.ids[0]
     if node.special is not None:
         kids = node.special.by_open_part
-        for kid in _neighbours(kids, bisect_left(kids, query, key=open_part)):
+        for kid in _neighbours(kids, bisect_left(kids, query, key=open_part), residency):
             yield open_part(kid), kid.ids[0]
 
 
-def _neighbours(kids: Sequence[Node], at: int) -> Sequence[Node]:
-    return kids[max(at - 1, 0) : at + 1]
+def _neighbours(kids: Sequence[Node], at: int, residency: NDArray[np.uint64] | None) -> Sequence[Node]:
+    """The kids next to place ``at``, one on each side; only such with a copy if ``residency`` is given."""
+    if residency is None:
+        return kids[max(at - 1, 0) : at + 1]
+    before = (kid for kid in reversed(kids[:at]) if residency[kid.ids[0]] != 0)
+    behind = (kid for kid in kids[at:] if residency[kid.ids[0]] != 0)
+    return [kid for kid in (next(before, None), next(behind, None)) if kid is not None]
 
 
 def _extend(node: Node, rows: memoryview, ids: Ids) -> None:

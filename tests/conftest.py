@@ -15,19 +15,25 @@ from kvstore.client import Client
 from kvstore.clock import ManualClock
 from kvstore.config import DaemonConfig
 from kvstore.server.daemon import Daemon
+from kvstore.tiers.nvme.files import Files
 
 MIB = 1 << 20
 WAIT_S = 20.0
 
 
 class DaemonThread:
-    """A daemon in this process. ``call(function)`` runs ``function(daemon)`` on its loop's thread."""
+    """A daemon in this process. ``call(function)`` runs ``function(daemon)`` on its loop's thread.
 
-    def __init__(self, config: DaemonConfig, clock: ManualClock | None = None) -> None:
+    ``files`` replaces the disk below an NVMe tier.
+    """
+
+    def __init__(self, config: DaemonConfig, clock: ManualClock | None = None, files: Files | None = None) -> None:
         self.config = config
         self.clock = clock
+        self._files = files
         self._ready = threading.Event()
         self._error: BaseException | None = None
+        self.stopped_in_order = False
         self._thread = threading.Thread(target=self._run, name="daemon", daemon=True)
         self._thread.start()
         assert self._ready.wait(WAIT_S), "the daemon did not start in time"
@@ -41,7 +47,7 @@ class DaemonThread:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         try:
-            self.daemon = Daemon(self.config, self.clock)
+            self.daemon = Daemon(self.config, self.clock, self._files)
             self.daemon.start()
         except BaseException as error:
             self._error = error
@@ -49,7 +55,7 @@ class DaemonThread:
         finally:
             self._ready.set()
         await self._stop.wait()
-        await self.daemon.stop()
+        self.stopped_in_order = await self.daemon.stop()
 
     def call(self, function: Callable[[Daemon], Any]) -> Any:
         """Run on the loop and return the result, or raise what it raised."""
@@ -88,11 +94,11 @@ def config(tmp_path: Path) -> DaemonConfig:
 
 @pytest.fixture
 def start_daemon(config: DaemonConfig) -> Iterator[Callable[..., DaemonThread]]:
-    """``start_daemon(clock=None, **settings)``; all are checked and stopped at the end."""
+    """``start_daemon(clock=None, files=None, **settings)``; all are checked and stopped at the end."""
     started: list[DaemonThread] = []
 
-    def start(clock: ManualClock | None = None, **settings: Any) -> DaemonThread:
-        started.append(DaemonThread(replace(config, **settings), clock))
+    def start(clock: ManualClock | None = None, files: Files | None = None, **settings: Any) -> DaemonThread:
+        started.append(DaemonThread(replace(config, **settings), clock, files))
         return started[-1]
 
     yield start
@@ -100,6 +106,12 @@ def start_daemon(config: DaemonConfig) -> Iterator[Callable[..., DaemonThread]]:
         if thread._thread.is_alive():
             thread.call(lambda daemon: daemon.store.check())
         thread.stop()
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> dict[str, Any]:
+    """Settings of an NVMe tier for ``start_daemon``: daemons of one test find what the one before left."""
+    return {"nvme_dir": tmp_path / "nvme", "nvme_bytes": 64 * MIB}
 
 
 @pytest.fixture

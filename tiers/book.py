@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.errors import IntegrityError
+from kvstore.tiers.ledger import Ledger, NoLedger
 from kvstore.tiers.region import DAEMON_WRITER, Region
 from kvstore.tiers.slots import Int64s, SlotState, SlotTable
 from kvstore.tiers.source import RegionSource
@@ -25,13 +26,15 @@ class _Retired:
 class RegionBook:
     """All regions by id and by class (writer, tenant, slot size), and the mappings of clients."""
 
-    def __init__(self, table: SlotTable, source: RegionSource) -> None:
+    def __init__(self, table: SlotTable, source: RegionSource, ledger: Ledger | None = None) -> None:
         self.regions: dict[int, Region] = {}
         self._table = table
         self._source = source
+        self._ledger: Ledger = ledger or NoLedger()
         self._classes: dict[_Class, list[int]] = {}
         self._retired: dict[int, _Retired] = {}
         self._last_id = 0
+        self._moving_bytes = 0
 
     def region(self, region_id: int) -> Region:
         """One region. Raises IntegrityError when it is retired or was never made."""
@@ -42,15 +45,41 @@ class RegionBook:
 
     def make(self, writer: int, tenant: str, slot_bytes: int, wanted_bytes: int, exact: bool) -> Region | None:
         """A new region of a class, all slots free; None when the budget has no room for a slot."""
-        region = self._source.obtain(wanted_bytes, slot_bytes, exact)
+        keep_bytes = 0 if exact else self.moving_bytes
+        region = self._source.obtain(wanted_bytes, slot_bytes, exact, keep_bytes)
         if region is None:
             return None
-        self._last_id += 1
-        region.assign(self._last_id, writer, tenant, slot_bytes)
-        self._table.add_region(region.id, region.n_slots, slot_bytes)
+        region.assign(self._last_id + 1, writer, tenant, slot_bytes)
+        self._enter(region)
+        return region
+
+    def adopt(
+        self, region: Region, region_id: int, writer: int | None, tenant: str, slot_bytes: int, mappers: frozenset[int]
+    ) -> None:
+        """A region of an earlier daemon, all slots free. Ids ascend. Its bytes are out already."""
+        region.adopt(region_id, writer, tenant, slot_bytes, mappers)
+        self._enter(region)
+        for client in mappers:
+            self._ledger.region_mapped(region_id, client)
+
+    def adopt_retired(self, region_id: int, size_bytes: int, mappers: frozenset[int]) -> None:
+        """A region that an earlier daemon, or this one at its start, gave up while clients map it."""
+        self._ledger.region_retired(region_id, size_bytes)
+        for client in mappers:
+            self._ledger.region_mapped(region_id, client)
+        self._retired[region_id] = _Retired(size_bytes, set(mappers))
+        self._give_back_unmapped(region_id)
+
+    def start_after(self, last_id: int) -> None:
+        """Regions made from now on have higher ids."""
+        self._last_id = max(self._last_id, last_id)
+
+    def _enter(self, region: Region) -> None:
+        self._table.add_region(region.id, region.n_slots, region.slot_bytes)
+        self._last_id = region.id
         self.regions[region.id] = region
         self._add_to_class(region)
-        return region
+        self._ledger.region_made(region, self._table.base(region.id))
 
     def has_class(self, writer: int, tenant: str, slot_bytes: int) -> bool:
         """Whether the writer has a region of this class already."""
@@ -61,37 +90,68 @@ class RegionBook:
         ids = self._classes.get((writer, tenant, slot_bytes), [])
         if writer == DAEMON_WRITER:
             ids = sorted(ids + self._classes.get((None, tenant, slot_bytes), []))
-        return np.array([i for i in ids if not self.regions[i].draining], np.int64)
+        return np.array([i for i in ids if self.regions[i].can_be_filled_by(writer)], np.int64)
 
     def orphan_ids(self) -> frozenset[int]:
-        """Regions without a living writer, the daemon's own included."""
+        """Regions without a living writer that the daemon can write, its own included."""
         return frozenset(
             region_id
             for (writer, _, _), ids in self._classes.items()
             if writer in (None, DAEMON_WRITER)
             for region_id in ids
+            if not self.regions[region_id].read_only
         )
+
+    @property
+    def moving_bytes(self) -> int:
+        """What of the budget is kept for moves: one region's blocks, while there are some that nobody can write.
+
+        Only emptied and retired are those room again, and their free slots take no other's blocks.
+        """
+        return self._moving_bytes
+
+    @property
+    def available_bytes(self) -> int:
+        """What is left of the budget for regions, but for moves."""
+        return max(self._source.available_bytes - self._moving_bytes, 0)
 
     def add_mapper(self, region_id: int, client: int) -> None:
         """Raises IntegrityError when the region isn't sealed and the client isn't its writer."""
         region = self.region(region_id)
         if not region.sealed and client != region.writer:
             raise IntegrityError(f"region {region_id} is not sealed; only its writer may get the descriptor")
-        region.mappers.add(client)
+        if client not in region.mappers:
+            region.mappers.add(client)
+            self._ledger.region_mapped(region_id, client)
 
     def remove_mapper(self, region_id: int, client: int) -> None:
         """Forget one mapping; does nothing for a region or mapping that isn't known."""
         if region_id in self.regions:
-            self.regions[region_id].mappers.discard(client)
-        elif region_id in self._retired:
+            if self.regions[region_id].unmapped_by(client):
+                self._ledger.regions_unmapped((region_id,), client)
+        elif region_id in self._retired and client in self._retired[region_id].mappers:
+            self._ledger.regions_unmapped((region_id,), client)
             self._unmapped(region_id, client)
 
     def drop_client(self, client: int) -> None:
         """Forget all mappings of a client."""
-        for region in self.regions.values():
-            region.mappers.discard(client)
-        for region_id in list(self._retired):
+        gone = [region.id for region in self.regions.values() if region.unmapped_by(client)]
+        retired = [region_id for region_id, each in self._retired.items() if client in each.mappers]
+        if gone or retired:
+            self._ledger.regions_unmapped((*gone, *retired), client)
+        for region_id in retired:
             self._unmapped(region_id, client)
+
+    def settle(self, client: int) -> bool:
+        """A client uses nothing any more that it was lent in an earlier epoch. Whether that was waited for."""
+        waited = [region for region in self.regions.values() if client in region.unsettled]
+        for region in waited:
+            region.unsettled.discard(client)
+        return bool(waited)
+
+    def unsettled_bytes(self) -> int:
+        """Bytes of regions whose free slots wait for clients to settle."""
+        return sum(region.size_bytes for region in self.regions.values() if region.unsettled)
 
     def writer_gone(self, writer: int) -> None:
         """The writer's regions become orphans."""
@@ -116,9 +176,13 @@ class RegionBook:
         self._classes[key].remove(region.id)
         if not self._classes[key]:
             del self._classes[key]
+        if region.read_only:
+            self._moving_bytes = max((each.size_bytes for each in self.regions.values() if each.is_stale), default=0)
+        if region.mappers:
+            self._ledger.region_retired(region.id, region.size_bytes)
         region.close()
         self._retired[region.id] = _Retired(region.size_bytes, region.mappers)
-        self._settle(region.id)
+        self._give_back_unmapped(region.id)
 
     def retire_empty(self, keep_for: tuple[int, str, int], limit_bytes: int | None) -> list[int]:
         """Retire empty regions that the asker can't use, lowest ids first, until ``limit_bytes`` are."""
@@ -147,8 +211,8 @@ class RegionBook:
         out_bytes = sum(region.size_bytes for region in self.regions.values()) + self.retired_bytes
         if out_bytes != facts.out_bytes:
             raise IntegrityError(f"regions have {out_bytes} bytes but {facts.out_bytes} are counted")
-        if out_bytes + facts.raw_bytes > self._source.capacity_bytes:
-            raise IntegrityError(f"{out_bytes} + {facts.raw_bytes} raw bytes exceed {self._source.capacity_bytes}")
+        if out_bytes + facts.raw_bytes > self._source.bound_bytes:
+            raise IntegrityError(f"{out_bytes} + {facts.raw_bytes} raw bytes exceed {self._source.bound_bytes}")
         if sorted(self.regions) != self._table.ids.tolist():
             raise IntegrityError("the slot table has other regions than the tier")
         listed = sorted(region_id for ids in self._classes.values() for region_id in ids)
@@ -170,13 +234,16 @@ class RegionBook:
         ids = self._classes.setdefault((region.writer, region.tenant, region.slot_bytes), [])
         ids.append(region.id)
         ids.sort()
+        if region.is_stale:
+            self._moving_bytes = max(self._moving_bytes, region.size_bytes)
 
     def _unmapped(self, region_id: int, client: int) -> None:
         self._retired[region_id].mappers.discard(client)
-        self._settle(region_id)
+        self._give_back_unmapped(region_id)
 
-    def _settle(self, region_id: int) -> None:
+    def _give_back_unmapped(self, region_id: int) -> None:
         retired = self._retired[region_id]
         if not retired.mappers:
             del self._retired[region_id]
+            self._ledger.region_gone(region_id)
             self._source.give_back(retired.size_bytes)

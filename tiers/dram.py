@@ -17,8 +17,12 @@ from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError, IntegrityError
 from kvstore.native import backend, huge_pages_note
+from kvstore.tiers.adopted import Former, FormerBlocks, Plan, plan_adoption, take_in
 from kvstore.tiers.book import RegionBook
+from kvstore.tiers.directory import SlotDirectory
 from kvstore.tiers.generations import Generations
+from kvstore.tiers.labelling import Labelling
+from kvstore.tiers.ledger import Ledger
 from kvstore.tiers.memfd import PAGE_BYTES
 from kvstore.tiers.reclaim import Moves, Reclaim, Reclaimer, addresses, copy_moves
 from kvstore.tiers.region import DAEMON_WRITER, Region
@@ -50,11 +54,15 @@ class DramTier:
         region_bytes: int = 64 << 20,
         starter_bytes: int = 4 << 20,
         prefault: bool = True,
+        ledger: Ledger | None = None,
+        former: Former | None = None,
     ) -> None:
         """Regions are made when needed: ``starter_bytes`` for the first of a class, then ``region_bytes``.
 
-        ``prefault`` fills pages of the whole capacity in the background. Raises BadInputError for sizes
-        that can't be used, OSError when the system gives no memory file at all.
+        ``prefault`` fills pages of the whole capacity in the background. With a ``ledger`` the tier can be
+        taken over by a later daemon; ``former`` is what an earlier one left, of which it takes what fits:
+        see ``former_blocks``. It owns the descriptors of ``former`` from now on. Raises BadInputError for
+        sizes that can't be used, OSError when the system gives no memory file at all.
         """
         for name, value in (("region_bytes", region_bytes), ("starter_bytes", starter_bytes)):
             if value < PAGE_BYTES or value % PAGE_BYTES or value > MOST_SLOTS * PAGE_BYTES:
@@ -67,9 +75,18 @@ class DramTier:
         self.region_bytes = region_bytes
         self.starter_bytes = min(starter_bytes, region_bytes)
         self._generations = Generations(self.capacity_bytes // PAGE_BYTES)
-        self._table = SlotTable(self._generations)
-        self._source = RegionSource(self.capacity_bytes, region_bytes, self.starter_bytes, prefault)
-        self._book = RegionBook(self._table, self._source)
+        directory = SlotDirectory(self._generations.ranges.limit) if ledger is not None else None
+        self._table = SlotTable(self._generations, directory)
+        self.labelling = Labelling(self._table, directory) if directory is not None else None
+        """What later daemons are told of the blocks; None without a ledger."""
+        plan = plan_adoption(former, self.capacity_bytes) if former is not None else Plan()
+        self._source = RegionSource(
+            self.capacity_bytes, region_bytes, self.starter_bytes, prefault, adopted_bytes=plan.out_bytes
+        )
+        self._book = RegionBook(self._table, self._source, ledger)
+        self.former_blocks: FormerBlocks = take_in(plan, self._book, self._table)
+        """The blocks that were taken over, live under tags 0, 1, ...: give them their own, or free them."""
+        self._settling = bool(plan.kept)
         self._reclaimer = Reclaimer(self._book, self._table, self._source)
         self._huge_pages_note = huge_pages_note()
         self._closed = False
@@ -114,7 +131,7 @@ class DramTier:
         """How many slots ``allocate`` would give now: free ones, and those the budget has room for."""
         rows = self._table.rows(self._book.usable_ids(writer, tenant, slot_bytes))
         free = int(self._table.counts[SlotState.FREE, rows].sum())
-        return free + self._source.available_bytes // slot_bytes
+        return free + self._book.available_bytes // slot_bytes
 
     def usable_regions(self, writer: int, tenant: str, slot_bytes: int) -> frozenset[int]:
         """Ids of the regions whose free slots the writer may fill."""
@@ -243,6 +260,20 @@ class DramTier:
             raise IntegrityError("writer 0 is the daemon; its regions can't become orphans")
         self._book.writer_gone(writer)
 
+    def settle(self, client: int) -> bool:
+        """A client uses nothing any more that it was lent by an earlier daemon. Whether that was waited for."""
+        return self._book.settle(client)
+
+    @property
+    def settling(self) -> bool:
+        """Whether slots of adopted regions wait for clients that are expected to settle any moment."""
+        self._settling = self._settling and self._book.unsettled_bytes() > 0
+        return self._settling
+
+    def end_settling(self) -> None:
+        """Who has not settled by now is not waited for: its regions serve as they are."""
+        self._settling = False
+
     def pending_unmaps(self) -> dict[int, list[int]]:
         """For each client the retired regions that it still maps: it must be asked to unmap them."""
         return self._book.pending_unmaps()
@@ -315,8 +346,10 @@ class DramTier:
             "used_bytes": used,
             "reserved_bytes": reserved,
             "quarantined_bytes": held,
-            "free_bytes": self.capacity_bytes - used - reserved - held - retired_bytes,
+            "free_bytes": max(self.capacity_bytes - used - reserved - held - retired_bytes, 0),
             "regions": len(regions),
+            "adopted_bytes": sum(region.size_bytes for region in regions if region.read_only),
+            "unsettled_bytes": self._book.unsettled_bytes(),
             "orphan_regions": sum(region.writer is None for region in regions),
             "retired_mapped_bytes": retired_bytes,
             "raw_bytes": facts.raw_bytes,
@@ -337,6 +370,8 @@ class DramTier:
         self._source.close()
         self._book.close()
         self._generations.close()
+        if self.labelling is not None:
+            self.labelling.close()
 
     # -- allocation -----------------------------------------------------------------------------
 

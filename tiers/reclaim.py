@@ -211,6 +211,6 @@ def addresses(book: RegionBook, table: SlotTable, slots: Int64s) -> NDArray[np.u
 def _can_hold(region: Region, source: Region) -> bool:
     if region is source or region.draining or region.tenant != source.tenant:
         return False
-    if not region.sealed:
-        return False  # its writer has yet to map it: readers of what is moved there would have to wait for that
+    if not region.sealed or region.read_only:
+        return False  # its writer has yet to map it, and readers would have to wait for that; or this daemon can't
     return region.writer in (None, DAEMON_WRITER) or region.writer == source.writer

@@ -2,7 +2,8 @@
 
     raw -> assigned(writer, tenant, slot size) -> sealed -> orphan (the writer is gone) -> retired
 
-A region has one writer in its whole life. Everybody else gets the descriptor after the seal only.
+A region has one writer in its whole life. Everybody else gets the descriptor after the seal only. One that
+outlives its daemon is adopted by the next: sealed, so that this daemon can only read it.
 """
 
 from __future__ import annotations
@@ -24,21 +25,30 @@ DAEMON_WRITER = 0
 class Region:
     """Memory of ``size_bytes``; ``fd`` belongs to this object. Used by one thread at a time."""
 
-    def __init__(self, size_bytes: int) -> None:
-        """A raw region, mapped writable by the daemon. Raises OSError when there is no memory."""
+    def __init__(self, size_bytes: int, adopted_fd: int | None = None) -> None:
+        """A raw region, mapped writable by the daemon, or a sealed one of an earlier daemon, mapped read-only.
+
+        Takes over ``adopted_fd``, whatever happens. Raises OSError when there is no memory, or it can't be mapped.
+        """
         self.id = 0
         self.size_bytes = size_bytes
         self.slot_bytes = 0
         self.tenant = ""
         self.writer: int | None = None
-        self.sealed = False
+        self.read_only = adopted_fd is not None
+        """Only a writer that had it mapped before can write here; this daemon can't."""
+        self.sealed = self.read_only
         self.draining = False
         self.mappers: set[int] = set()
+        self.unsettled: set[int] = set()
+        """Mappers that may use slots by rights of an earlier epoch: no slot that gets free is used again yet."""
         self.populated_bytes = 0
-        self.fd = memfd.create("kvstore-region", size_bytes)
+        self.fd = memfd.create("kvstore-region", size_bytes) if adopted_fd is None else adopted_fd
         self._array: NDArray[np.uint8] | None = None
         try:
-            self._mapping: Mapping | None = Mapping(self.fd, size_bytes, writable=True)
+            self._mapping: Mapping | None = Mapping(self.fd, size_bytes, writable=not self.read_only)
+            if self.read_only:
+                self.populated_bytes = min(os.fstat(self.fd).st_blocks * 512, size_bytes)
         except OSError:
             os.close(self.fd)
             raise
@@ -49,8 +59,13 @@ class Region:
         return self.size_bytes // self.slot_bytes if self.slot_bytes else 0
 
     @property
+    def is_stale(self) -> bool:
+        """Nobody can ever write here again: its room comes back with the whole region only."""
+        return self.read_only and self.writer is None
+
+    @property
     def mapping(self) -> Mapping:
-        """The daemon's own writable mapping."""
+        """The daemon's own mapping, writable unless the region is adopted."""
         if self._mapping is None:
             raise IntegrityError(f"region {self.id} is closed; nothing may use its memory")
         return self._mapping
@@ -88,10 +103,28 @@ class Region:
     def assign(self, region_id: int, writer: int, tenant: str, slot_bytes: int) -> None:
         """Give a raw region its id, class and its only writer. The daemon's own are sealed at once."""
         self._must_be_raw()
-        self.id, self.writer, self.tenant, self.slot_bytes = region_id, writer, tenant, slot_bytes
+        self._assign(region_id, writer, tenant, slot_bytes)
         memfd.seal_size(self.fd)
         if writer == DAEMON_WRITER:
             self.seal()
+
+    def adopt(self, region_id: int, writer: int | None, tenant: str, slot_bytes: int, mappers: frozenset[int]) -> None:
+        """Give an adopted region what it was, and those who map it. ``writer`` None if that one is gone."""
+        self._must_be_raw()
+        self._assign(region_id, writer, tenant, slot_bytes)
+        self.mappers.update(mappers)
+        self.unsettled.update(mappers)
+
+    def can_be_filled_by(self, writer: int) -> bool:
+        """Whether slots that are free now may be handed to this writer, whose region (or an orphan) it is."""
+        return not self.draining and not self.unsettled and not (self.read_only and writer == DAEMON_WRITER)
+
+    def unmapped_by(self, client: int) -> bool:
+        """A client maps it no longer. False if it did not."""
+        self.unsettled.discard(client)
+        mapped = client in self.mappers
+        self.mappers.discard(client)
+        return mapped
 
     def seal(self) -> None:
         """Nobody can map it writable any more; mappings that exist stay writable. Idempotent."""
@@ -117,12 +150,17 @@ class Region:
         others = self.mappers - {self.writer}
         if not self.sealed and others:
             raise IntegrityError(f"region {self.id} is not sealed but clients {sorted(others)} map it")
+        if not self.unsettled <= self.mappers:
+            raise IntegrityError(f"region {self.id} waits for clients {sorted(self.unsettled - self.mappers)} in vain")
 
     def close(self) -> None:
         """Close the descriptor and unmap. Idempotent. Memory lives on while a client maps it."""
         if self._mapping is not None:
             self._mapping = self._array = None
             os.close(self.fd)
+
+    def _assign(self, region_id: int, writer: int | None, tenant: str, slot_bytes: int) -> None:
+        self.id, self.writer, self.tenant, self.slot_bytes = region_id, writer, tenant, slot_bytes
 
     def _must_be_raw(self) -> None:
         if self.slot_bytes:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import IntegrityError
+from kvstore.tiers.directory import SlotDirectory
 from kvstore.tiers.generations import Generations
 from kvstore.types import SLOT_BITS
 
@@ -67,8 +68,10 @@ class Resolved:
 class SlotTable:
     """States and tags of all slots, counted per region."""
 
-    def __init__(self, generations: Generations) -> None:
+    def __init__(self, generations: Generations, directory: SlotDirectory | None = None) -> None:
+        """``directory``: where labels of live slots are kept, if anywhere; it hears first of slots that are freed."""
         self.generations = generations
+        self.directory = directory
         # One row per region, sorted by id (ids only grow).
         self.ids: Int64s = np.zeros(0, np.int64)
         self.bases: Int64s = np.zeros(0, np.int64)
@@ -92,6 +95,8 @@ class SlotTable:
         self.n_slots = np.append(self.n_slots, n_slots)
         self.slot_bytes = np.append(self.slot_bytes, slot_bytes)
         self._layouts[region_id] = (region_id, n_slots, slot_bytes, base)
+        if self.directory is not None:
+            self.directory.region_made(region_id)
         column = np.array([[n_slots], [0], [0], [0]], np.int64)
         self.counts = np.ascontiguousarray(np.hstack((self.counts, column)))
 
@@ -112,6 +117,10 @@ class SlotTable:
         if row == len(self.ids) or self.ids[row] != region_id:
             raise IntegrityError(f"region {region_id} is not in the tier (retired, or never made)")
         return row
+
+    def base(self, region_id: int) -> int:
+        """The place of a region's first slot. Raises IntegrityError for an unknown one."""
+        return int(self.bases[self.row(region_id)])
 
     def rows(self, region_ids: Int64s) -> Int64s:
         """The rows of regions that are known to be there."""
@@ -207,6 +216,8 @@ class SlotTable:
         """Reserved slots become live under tags of 0 or above."""
         _must_be_tags(slots, tags)
         self.tags[self.move(slots, _IF_RESERVED, SlotState.LIVE).places] = tags
+        if self.directory is not None:
+            self.directory.committed(slots)
 
     def set_tags(self, slots: Int64s, tags: Int64s) -> None:
         """Live slots get other tags of 0 or above."""
@@ -216,12 +227,12 @@ class SlotTable:
     def quarantine(self, slots: Int64s) -> None:
         """Reserved or live slots are held back and lose their tags."""
         found = self.move(slots, _IF_HELD, SlotState.QUARANTINED)
-        self.tags[found.places] = NO_TAG
+        self._let_go(found.places)
 
     def free(self, slots: Int64s) -> None:
         """Slots in use become free; their generations move on."""
         found = self.move(slots, _IF_USED, SlotState.FREE)
-        self.tags[found.places] = NO_TAG
+        self._let_go(found.places)
         self.generations.bump(found.places)
 
     def tags_of(self, slots: Int64s) -> Int64s:
@@ -261,6 +272,11 @@ class SlotTable:
             taken += int(self.n_slots[row])
         if taken + self.generations.ranges.free != self.generations.ranges.limit:
             raise IntegrityError(f"{taken} places belong to regions, which is not what the ranges say")
+
+    def _let_go(self, places: Int64s) -> None:
+        self.tags[places] = NO_TAG
+        if self.directory is not None:
+            self.directory.forget(places)
 
     def _must_differ(self, slots: Int64s, places: Int64s) -> None:
         order = np.arange(len(places), dtype=np.int32)

@@ -32,14 +32,18 @@ class SourceFacts:
 class RegionSource:
     """Makes regions within ``capacity_bytes``. One thread calls it; its own thread fills pages."""
 
-    def __init__(self, capacity_bytes: int, region_bytes: int, starter_bytes: int, prefault: bool) -> None:
+    def __init__(
+        self, capacity_bytes: int, region_bytes: int, starter_bytes: int, prefault: bool, adopted_bytes: int = 0
+    ) -> None:
+        """``adopted_bytes`` are out already. They may exceed the capacity: then nothing is made until they don't."""
         self.capacity_bytes = capacity_bytes
+        self._adopted_bytes = adopted_bytes
         self._region_bytes = region_bytes
         self._starter_bytes = starter_bytes
         self._n_starters = STARTERS if capacity_bytes >= 16 * starter_bytes and starter_bytes < region_bytes else 0
         self._changed = threading.Condition()
         # All below belongs to the lock.
-        self._out_bytes = 0
+        self._out_bytes = adopted_bytes
         self._raw: list[Region] = []
         self._filling: Region | None = None
         self._obtaining = False
@@ -51,10 +55,15 @@ class RegionSource:
             self._thread.start()
 
     @property
+    def bound_bytes(self) -> int:
+        """What is out and raw never exceeds this."""
+        return max(self.capacity_bytes, self._adopted_bytes)
+
+    @property
     def available_bytes(self) -> int:
         """What ``obtain`` can still give: the bytes of raw regions and those of none."""
         with self._changed:
-            return self.capacity_bytes - self._out_bytes
+            return max(self.capacity_bytes - self._out_bytes, 0)
 
     def facts(self) -> SourceFacts:
         """The bytes now."""
@@ -62,17 +71,17 @@ class RegionSource:
             filled_bytes = sum(region.populated_bytes for region in self._raw)
             return SourceFacts(self._out_bytes, self._raw_bytes(), filled_bytes, self._failure)
 
-    def obtain(self, wanted_bytes: int, unit_bytes: int, exact: bool = False) -> Region | None:
+    def obtain(self, wanted_bytes: int, unit_bytes: int, exact: bool = False, keep_bytes: int = 0) -> Region | None:
         """A raw region for the caller, a whole number of ``unit_bytes`` and about ``wanted_bytes`` large.
 
         Prefers one whose pages are filled, down to half as large as wanted, unless ``exact``. Smaller too
-        when the budget ends; None when it has no room for one unit or the system has no memory. Waits for
-        one chunk of pages at most.
+        when the budget ends, of which ``keep_bytes`` are to stay; None when it has no room for one unit or the
+        system has no memory. Waits for one chunk of pages at most.
         """
         with self._changed:
             self._obtaining = True  # the thread must not take the budget that raw regions give up here
             try:
-                room_bytes = self.capacity_bytes - self._out_bytes
+                room_bytes = max(self.capacity_bytes - self._out_bytes - keep_bytes, 0)
                 wanted_bytes = min(wanted_bytes, room_bytes) // unit_bytes * unit_bytes
                 return self._obtain(wanted_bytes, unit_bytes, exact) if wanted_bytes else None
             except OSError as error:

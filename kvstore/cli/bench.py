@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
 from kvstore.bench import index_speed
-from kvstore.bench.bandwidth import BandwidthOptions, run_bandwidth
+from kvstore.bench.bandwidth import BandwidthOptions, BandwidthReport, report_dict, run_bandwidth
+from kvstore.bench.bandwidth_nvme import NvmeOptions, NvmeReport, run_nvme
 from kvstore.bench.pictures import draw_bandwidth, draw_index
 from kvstore.bench.report import bandwidth_tables, index_table, prepare, print_tables, save
 from kvstore.cli.daemon_process import own_daemon
+from kvstore.cli.nvme_place import nvme_directory, room_for
 from kvstore.cli.params import SIZE, json_option, output_option
 from kvstore.errors import IntegrityError
+from kvstore.tiers.nvme.direct import DEPTH
 
 
 @click.group()
@@ -43,25 +48,84 @@ def bench() -> None:
     show_default=True,
     help="Sizes of blocks, separated by commas.",
 )
+@click.option(
+    "--tier", type=click.Choice(["all", "dram", "nvme"]), default="all", show_default=True, help="Which to measure."
+)
+@click.option(
+    "--nvme-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where to measure NVMe, in a new directory that is removed.  [default: in --output or here]",
+)
+@click.option(
+    "--nvme-pairs",
+    type=click.IntRange(1),
+    default=NvmeOptions().pairs,
+    show_default=True,
+    help="Pairs of measurements per NVMe row.",
+)
+@click.option(
+    "--nvme-batch",
+    "nvme_batch_bytes",
+    type=SIZE,
+    default="256MiB",
+    show_default=True,
+    help="Bytes per measurement on NVMe; its DRAM holds four times as much, the data set ten times.",
+)
 @output_option
 @json_option
-def bandwidth(pairs: int, dram_bytes: int, block_sizes: str, output: Path | None, as_json: bool) -> None:
-    """put, get_into, lease and match, paired with numpy copies and socket echoes in the same run."""
+def bandwidth(
+    pairs: int,
+    dram_bytes: int,
+    block_sizes: str,
+    tier: str,
+    nvme_dir: Path | None,
+    nvme_pairs: int,
+    nvme_batch_bytes: int,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """put, get_into, lease and match, paired with numpy copies and socket echoes in the same run.
+
+    On NVMe durable writes and cold reads, paired with fio (or, without it, a plain loop of direct I/O).
+    """
     sizes = tuple(SIZE.convert(size, None, None) for size in block_sizes.split(","))
     if output is not None:
         prepare(output)
     options = BandwidthOptions(pairs=pairs, dram_bytes=dram_bytes, block_sizes=sizes)
-    with own_daemon(["--dram", str(dram_bytes)]) as socket_path:
-        report = run_bandwidth(options, str(socket_path), step=_tell)
+    nvme_options = NvmeOptions(block_sizes=sizes, pairs=nvme_pairs, batch_bytes=nvme_batch_bytes, depth=DEPTH)
+    report: BandwidthReport | None = None
+    if tier != "nvme":
+        with own_daemon(["--dram", str(dram_bytes)]) as socket_path:
+            report = run_bandwidth(options, str(socket_path), step=_tell)
+    nvme = None if tier == "dram" else measured_nvme(nvme_options, nvme_dir or output)
+    plain = report_dict(report, nvme)
     if as_json:
-        click.echo(json.dumps(report.to_dict(), indent=2))
+        click.echo(json.dumps(plain, indent=2))
     else:
-        print_tables(bandwidth_tables(report))
+        print_tables(bandwidth_tables(report, nvme))
     if output is not None:
-        for line in save(output, report.to_dict(), lambda path: draw_bandwidth(path, report)):
+        for line in save(output, plain, lambda path: draw_bandwidth(path, report, nvme)):
             click.echo(line, err=True)
-    if report.mismatches:
-        raise IntegrityError(f"{report.mismatches} blocks came back with other bytes than were stored")
+    if plain["mismatches"]:
+        raise IntegrityError(f"{plain['mismatches']} blocks came back with other bytes than were stored")
+
+
+def measured_nvme(options: NvmeOptions, near: Path | None) -> NvmeReport:
+    """Measure NVMe in a directory of its own in ``near`` (or here)."""
+
+    @contextlib.contextmanager
+    def start(block_bytes: int) -> Iterator[Path]:
+        n_bytes = room_for(options.data_set_blocks(block_bytes), options.namespace(block_bytes))
+        with nvme_directory(None, place, n_bytes) as directory:
+            arguments = [
+                "--dram", str(options.dram_bytes), "--nvme-dir", str(directory), "--nvme", str(n_bytes),
+                "--write-behind", str(options.write_behind_bytes), "--drain", "0",
+            ]  # fmt: skip
+            with own_daemon(arguments) as socket_path:
+                yield socket_path
+
+    with nvme_directory(None, near, 0) as place:
+        return run_nvme(options, start, place, step=_tell)
 
 
 @bench.command()

@@ -17,45 +17,78 @@ READY = b"ready\n"
 EXIT_BAD_INPUT = 2
 
 
-@contextlib.contextmanager
-def own_daemon(arguments: Sequence[str], socket_path: Path | None = None) -> Iterator[Path]:
-    """Run ``kvstore serve`` as a child and yield its socket once it accepts clients.
+class DaemonProcess:
+    """``kvstore serve`` as a child process, which can be killed and started again with the same settings.
 
-    It ends with the block, and also if this process dies: it watches its standard input. Raises
-    UnavailableError if it does not come up; what it had to say is on standard error.
+    The child also ends if this process dies: it watches its standard input.
     """
+
+    def __init__(self, arguments: Sequence[str], socket_path: Path) -> None:
+        self.socket_path = socket_path
+        self._arguments = list(arguments)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it; returns once it accepts clients.
+
+        Raises UnavailableError if it does not come up, ConfigError if it can't be as it was asked for; what it had
+        to say is on standard error.
+        """
+        ready_fd, child_fd = os.pipe()
+        command = [
+            sys.executable, "-m", "kvstore.cli", "serve", "--socket", str(self.socket_path),
+            "--ready-fd", str(child_fd), "--until-stdin-closes", *self._arguments,
+        ]  # fmt: skip
+        with os.fdopen(ready_fd, "rb") as ready:
+            try:
+                # A session of its own: Ctrl-C reaches this process only, which then stops the child in order.
+                self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and arguments
+                    command, stdin=subprocess.PIPE, pass_fds=(child_fd,), start_new_session=True
+                )
+            finally:
+                os.close(child_fd)
+            if ready.read(len(READY)) != READY:
+                code = self._process.wait(STOP_S_MAX)
+                kind = ConfigError if code == EXIT_BAD_INPUT else UnavailableError
+                raise kind(f"the daemon did not start (exit code {code}); see its message above")
+
+    def kill(self) -> None:
+        """SIGKILL; returns when the process is gone."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+
+    def stop(self) -> None:
+        """Ask it to end and wait; kill it if it doesn't. Idempotent."""
+        if self._process is None:
+            return
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(STOP_S_MAX)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+
+@contextlib.contextmanager
+def own_process(arguments: Sequence[str], socket_path: Path | None = None) -> Iterator[DaemonProcess]:
+    """A running ``kvstore serve`` that ends with the block. Raises as ``DaemonProcess.start``."""
     with contextlib.ExitStack() as stack:
         if socket_path is None:
             socket_path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-"))) / "kvstored.sock"
-        ready_fd, child_fd = os.pipe()
-        command = [
-            sys.executable, "-m", "kvstore.cli", "serve", "--socket", str(socket_path),
-            "--ready-fd", str(child_fd), "--until-stdin-closes", *arguments,
-        ]  # fmt: skip
-        try:
-            # A session of its own: Ctrl-C reaches this process only, which then stops the child in order.
-            process = subprocess.Popen(  # noqa: S603 - our own interpreter and arguments
-                command, stdin=subprocess.PIPE, pass_fds=(child_fd,), start_new_session=True
-            )
-        finally:
-            os.close(child_fd)
-        try:
-            with os.fdopen(ready_fd, "rb") as ready:
-                if ready.read(len(READY)) != READY:
-                    code = process.wait(STOP_S_MAX)
-                    kind = ConfigError if code == EXIT_BAD_INPUT else UnavailableError
-                    raise kind(f"the daemon did not start (exit code {code}); see its message above")
-            yield socket_path
-        finally:
-            stop(process)
+        daemon = DaemonProcess(arguments, socket_path)
+        stack.callback(daemon.stop)
+        daemon.start()
+        yield daemon
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask the child to end and wait; kill it if it doesn't."""
-    if process.stdin is not None:
-        process.stdin.close()
-    try:
-        process.wait(STOP_S_MAX)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+@contextlib.contextmanager
+def own_daemon(arguments: Sequence[str], socket_path: Path | None = None) -> Iterator[Path]:
+    """As ``own_process``; yields the socket."""
+    with own_process(arguments, socket_path) as daemon:
+        yield daemon.socket_path

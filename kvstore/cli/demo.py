@@ -20,12 +20,21 @@ REQUESTS = 200
 @click.command()
 @socket_option
 @click.option("--dram", "dram_bytes", type=SIZE, default="1GiB", show_default=True, help="Capacity of the DRAM tier.")
+@click.option(
+    "--nvme-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="With an NVMe tier there (--nvme): what the demo stores is found again by the next one.",
+)
+@click.option("--nvme", "nvme_bytes", type=SIZE, default="0", help="Capacity of the NVMe tier.")
 @click.option("--once", is_flag=True, help="Stop after the replay instead of serving on.")
-def demo(socket_path: Path, dram_bytes: int, once: bool) -> None:
+def demo(socket_path: Path, dram_bytes: int, nvme_dir: Path | None, nvme_bytes: int, once: bool) -> None:
     """Start a daemon, replay generated conversations through it, then serve until Ctrl-C."""
     options = ReplayOptions(conversations=ConversationOptions(), limit=REQUESTS, capacity_blocks=dram_bytes >> 16)
     workload = options.load()
-    with own_daemon(["--dram", str(dram_bytes)], socket_path):
+    arguments = ["--dram", str(dram_bytes), "--nvme", str(nvme_bytes)]
+    if nvme_dir is not None:
+        arguments += ["--nvme-dir", str(nvme_dir)]
+    with own_daemon(arguments, socket_path):
         with progress_bar("replaying conversations", workload.n_requests) as progress:
             result = replay(workload, options, str(socket_path), progress)
         print_tables(replay_tables(result))

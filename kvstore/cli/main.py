@@ -21,7 +21,7 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_WRONG_BYTES, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 _COMMANDS = {
     "serve": ("kvstore.cli.serve", "serve"),
-    "status": ("kvstore.cli.serve", "status"),
+    "status": ("kvstore.cli.status", "status"),
     "replay": ("kvstore.cli.replay", "replay_command"),
     "bench": ("kvstore.cli.bench", "bench"),
     "demo": ("kvstore.cli.demo", "demo"),

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
+from kvstore.bench import workload as work
 from kvstore.bench.generate import ConversationOptions
 from kvstore.bench.pictures import draw_hit_ratio
 from kvstore.bench.replay import ReplayOptions, ReplayResult, replay
 from kvstore.bench.report import prepare, print_tables, progress_bar, replay_tables, save, simulation_tables
+from kvstore.bench.simulate import HitCounts
+from kvstore.bench.simulate import simulate as simulate_hits
 from kvstore.bench.simulation_report import SimulationReport, run_simulation, simulation_steps
 from kvstore.bench.workload import Workload
-from kvstore.cli.daemon_process import own_daemon
+from kvstore.cli.daemon_process import DaemonProcess, own_process
+from kvstore.cli.nvme_place import nvme_directory, room_for
 from kvstore.cli.params import SIZE, json_option, output_option
 from kvstore.client import Client
+from kvstore.config import WRITE_POLICIES
 from kvstore.errors import BadInputError, IntegrityError
 from kvstore.prefix_index.policy import POLICIES
 
@@ -27,8 +34,39 @@ from kvstore.prefix_index.policy import POLICIES
 @click.option(
     "--policy", type=click.Choice(sorted(POLICIES)), default="lru", show_default=True, help="Eviction policy."
 )
-@click.option("--capacity-percent", type=float, help="Capacity in % of the trace's unique blocks.  [default: 5]")
-@click.option("--capacity-blocks", type=int, help="Capacity in blocks.")
+@click.option(
+    "--dram-percent",
+    "--capacity-percent",
+    "capacity_percent",
+    type=float,
+    help="Capacity of DRAM in % of the trace's unique blocks.  [default: 5]",
+)
+@click.option("--dram-blocks", "--capacity-blocks", "capacity_blocks", type=int, help="Capacity of DRAM in blocks.")
+@click.option("--nvme-percent", type=float, help="An NVMe tier below DRAM; its capacity in % of the unique blocks.")
+@click.option("--nvme-blocks", type=int, help="The same in blocks.")
+@click.option(
+    "--nvme-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Directory of the NVMe tier, kept.  [default: a new one in --output or here, removed at the end]",
+)
+@click.option(
+    "--write-policy",
+    type=click.Choice(WRITE_POLICIES),
+    default="through",
+    show_default=True,
+    help="When blocks are written to NVMe.",
+)
+@click.option(
+    "--durable-every",
+    type=int,
+    help="A client waits for durability after so many requests; 0 = never.  [default: 16 with NVMe]",
+)
+@click.option(
+    "--kill-at",
+    type=float,
+    help="SIGKILL the daemon at this share of the requests, start it again, and look for what must be durable.",
+)
+@click.option("--compare", is_flag=True, help="Simulate the same tiers, too, and show both.")
 @click.option("--block-bytes", type=SIZE, default="64KiB", show_default=True, help="Bytes of KV per block.")
 @click.option("--block-tokens", type=click.IntRange(1), help="Tokens per block.  [default: the trace's, else 512]")
 @click.option("--clients", type=int, default=1, show_default=True, help="Concurrent client processes.")
@@ -49,6 +87,8 @@ def replay_command(
     output: Path | None,
     as_json: bool,
     no_picture: bool,
+    nvme_dir: Path | None,
+    compare: bool,
     seed: int,
     block_tokens: int | None,
     **rest: Any,
@@ -56,22 +96,29 @@ def replay_command(
     """Replay TRACE (Mooncake or Alibaba JSON lines), or generated conversations if none is named.
 
     Without --simulate a daemon and clients really store and read every block, and each byte read is compared
-    with what it must be. Exit code 3 if any differs.
+    with what it must be. Exit code 3 if any differs, or if a block is lost that was durable.
     """
     conversations = ConversationOptions(seed=seed, **({"block_tokens": block_tokens} if block_tokens else {}))
-    if connect is not None and (simulate or rest["capacity_percent"] or rest["capacity_blocks"]):
-        raise BadInputError("--connect uses a daemon as it is: leave out --simulate and the capacity, or --connect")
-    if simulate and rest["clients"] != 1:
-        raise BadInputError("--simulate has no clients: leave out --clients")
+    own = ("capacity_percent", "capacity_blocks", "nvme_percent", "nvme_blocks", "kill_at")
+    if connect is not None and (simulate or nvme_dir or any(rest[name] for name in own)):
+        raise BadInputError(
+            "--connect uses a daemon as it is: leave out --simulate, --kill-at and the tiers, or --connect"
+        )
+    if simulate and (rest["clients"] != 1 or rest["kill_at"]):
+        raise BadInputError("--simulate has no clients and no daemon: leave out --clients and --kill-at")
     if output is not None:
         prepare(output)
     options = ReplayOptions(trace=trace, conversations=conversations, seed=seed, block_tokens=block_tokens, **rest)
+    if nvme_dir is not None and not options.has_nvme:
+        raise BadInputError("--nvme-dir is for an NVMe tier: give its --nvme-percent or --nvme-blocks, too")
     workload = options.load()
     if simulate:
         report = simulated(workload, options)
         show_simulation(workload, report, output, as_json, picture=not no_picture)
     else:
-        result = replayed(workload, options, connect)
+        result = replayed(workload, options, connect, nvme_dir, output)
+        if compare:
+            result = replace(result, simulated=compared(workload, options, result))
         show_replay(workload, options, result, output, as_json, picture=not no_picture)
 
 
@@ -81,23 +128,58 @@ def simulated(workload: Workload, options: ReplayOptions) -> SimulationReport:
         return run_simulation(workload, options, progress=progress)
 
 
-def replayed(workload: Workload, options: ReplayOptions, connect: Path | None) -> ReplayResult:
-    """Replay through the daemon at ``connect``, or one started for it with just the capacity asked for."""
+def compared(workload: Workload, options: ReplayOptions, result: ReplayResult) -> HitCounts:
+    """Tiers of the same capacities on the index alone."""
+    with progress_bar("simulating", workload.n_requests) as progress:
+        return simulate_hits(
+            workload,
+            options.policy,
+            result.capacity_blocks,
+            nvme_blocks=result.nvme_capacity_blocks,
+            write_policy=options.write_policy,
+            progress=progress,
+        )
 
-    def through(socket_path: Path) -> ReplayResult:
+
+def replayed(
+    workload: Workload,
+    options: ReplayOptions,
+    connect: Path | None,
+    nvme_dir: Path | None = None,
+    near: Path | None = None,
+) -> ReplayResult:
+    """Replay through the daemon at ``connect``, or one started for it with just the capacities asked for.
+
+    Its NVMe tier lies in ``nvme_dir``, or in a temporary directory in ``near``.
+    """
+
+    def through(socket_path: Path, daemon: DaemonProcess | None = None) -> ReplayResult:
         with progress_bar("replaying", workload.n_requests) as progress:
-            return replay(workload, options, str(socket_path), progress)
+            return replay(workload, options, str(socket_path), progress, daemon)
 
     if connect is not None:
-        with Client(connect, timeout_s=options.timeout_s) as client:
-            held = int(client.stats()["blocks"])
-        if held:
-            click.echo(f"the daemon holds {held:,} blocks already: hits may be older than this replay", err=True)
+        _warn_of_older_blocks(connect, options.timeout_s)
         return through(connect)
-    dram_bytes = options.dram_bytes(workload)
-    arguments = ["--dram", str(dram_bytes), "--policy", options.policy, "--policy-clock", "client"]
-    with own_daemon(arguments) as socket_path:
-        return through(socket_path)
+    arguments = ["--dram", str(options.dram_bytes(workload)), "--policy", options.policy, "--policy-clock", "client"]
+    with contextlib.ExitStack() as stack:
+        nvme_blocks = options.nvme_capacity(workload)
+        if nvme_blocks is not None:
+            n_bytes = room_for(nvme_blocks, work.namespace(workload, options.block_bytes, "replay"))
+            place = stack.enter_context(nvme_directory(nvme_dir, near, n_bytes))
+            arguments += ["--nvme-dir", str(place), "--nvme", str(n_bytes), "--write-policy", options.write_policy]
+            if nvme_dir is None:
+                arguments += ["--drain", "0"]
+        daemon = stack.enter_context(own_process(arguments))
+        if nvme_dir is not None:
+            _warn_of_older_blocks(daemon.socket_path, options.timeout_s)
+        return through(daemon.socket_path, daemon)
+
+
+def _warn_of_older_blocks(connect: Path, timeout_s: float) -> None:
+    with Client(connect, timeout_s=timeout_s) as client:
+        held = int(client.stats()["blocks"])
+    if held:
+        click.echo(f"the daemon holds {held:,} blocks already: hits may be older than this replay", err=True)
 
 
 def show_simulation(
@@ -137,3 +219,7 @@ def show_replay(
             click.echo(line, err=True)
     if result.mismatches:
         raise IntegrityError(f"{result.mismatches} blocks came back with other bytes than were stored")
+    if result.crash is not None and result.crash.lost:
+        raise IntegrityError(
+            f"{result.crash.lost} blocks were acknowledged durable and lost when the daemon was killed"
+        )

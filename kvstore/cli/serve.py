@@ -1,25 +1,20 @@
-"""``kvstore serve`` and ``kvstore status``."""
+"""``kvstore serve``: the daemon as a process."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 import os
 import resource
 import signal
 import sys
-from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from kvstore import __version__
 from kvstore.cli.daemon_process import READY
-from kvstore.cli.params import SIZE, json_option, socket_option
-from kvstore.client import Client
+from kvstore.cli.params import SIZE, nvme_options, socket_option
 from kvstore.config import DaemonConfig, format_size
 from kvstore.prefix_index.policy import POLICIES
 from kvstore.server.daemon import Daemon
@@ -79,6 +74,7 @@ from kvstore.server.polling import new_loop
     show_default=True,
     help="Stay awake so many microseconds between the requests of a burst; 0 = sleep at once.",
 )
+@nvme_options
 @click.option("--ready-fd", type=int, hidden=True, help="Write a line to this descriptor when clients are accepted.")
 @click.option("--until-stdin-closes", is_flag=True, hidden=True, help="Stop when standard input is closed.")
 def serve(ready_fd: int | None, until_stdin_closes: bool, **settings: object) -> None:
@@ -89,10 +85,14 @@ def serve(ready_fd: int | None, until_stdin_closes: bool, **settings: object) ->
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     with asyncio.Runner(loop_factory=lambda: new_loop(config)) as runner:
-        runner.run(_serve(config, ready_fd, until_stdin_closes))
+        in_order = runner.run(_serve(config, ready_fd, until_stdin_closes))
+    if not in_order:
+        # The interpreter would wait for threads that are stuck in the disk.
+        logging.shutdown()
+        os._exit(0)
 
 
-async def _serve(config: DaemonConfig, ready_fd: int | None, until_stdin_closes: bool) -> None:
+async def _serve(config: DaemonConfig, ready_fd: int | None, until_stdin_closes: bool) -> bool:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -103,8 +103,8 @@ async def _serve(config: DaemonConfig, ready_fd: int | None, until_stdin_closes:
     daemon.start()
     _calm_the_collector()
     click.echo(
-        f"kvstored {__version__}: {format_size(config.dram_bytes)} DRAM, policy {config.policy}, "
-        f"serving {config.socket_path}",
+        f"kvstored {__version__}: {format_size(config.dram_bytes)} DRAM, {_nvme_words(daemon, config)}"
+        f"policy {config.policy}, serving {config.socket_path}",
         err=True,
     )
     if ready_fd is not None:
@@ -113,7 +113,8 @@ async def _serve(config: DaemonConfig, ready_fd: int | None, until_stdin_closes:
     try:
         await stop.wait()
     finally:
-        await daemon.stop()
+        in_order = await daemon.stop()
+    return in_order
 
 
 def _calm_the_collector() -> None:
@@ -128,27 +129,8 @@ def _calm_the_collector() -> None:
     gc.set_threshold(20_000, 50, 1 << 30)
 
 
-@click.command()
-@socket_option
-@json_option
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=float,
-    default=2.0,
-    show_default=True,
-    help="Seconds to wait for the daemon.",
-)
-def status(socket_path: Path, as_json: bool, timeout_s: float) -> None:
-    """Show the counters and gauges of a running daemon."""
-    with Client(socket_path, timeout_s=timeout_s) as client:
-        stats = dict(sorted(client.stats().items()))
-    if as_json:
-        click.echo(json.dumps(stats, indent=2))
-        return
-    table = Table("what", "value", title=f"kvstored at {socket_path}")
-    table.columns[1].justify = "right"
-    for name, value in stats.items():
-        shown = value if isinstance(value, str) else f"{value:,.4g}" if value % 1 else f"{value:,.0f}"
-        table.add_row(name, shown)
-    Console().print(table)
+def _nvme_words(daemon: Daemon, config: DaemonConfig) -> str:
+    if config.nvme_dir is None:
+        return ""
+    n_found = int(daemon.store.stats()[0]["recovered_blocks"])
+    return f"{format_size(config.nvme_bytes)} NVMe in {config.nvme_dir} ({n_found:,} blocks found), "

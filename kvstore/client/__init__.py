@@ -1,7 +1,10 @@
 """The Python client library."""
 
-from kvstore.client.client import Client, GetResult, Match, NamespaceHandle, Pinned, PutResult
+from kvstore.client.client import Client
 from kvstore.client.lease import Lease, WriteReservation
+from kvstore.client.namespace import NamespaceHandle
+from kvstore.client.results import GetResult, Match, Persist, Pinned, Prefetch, PutResult
+from kvstore.client.waiting import Wait, WaitRule
 
 __all__ = [
     "Client",
@@ -9,7 +12,11 @@ __all__ = [
     "Lease",
     "Match",
     "NamespaceHandle",
+    "Persist",
     "Pinned",
+    "Prefetch",
     "PutResult",
+    "Wait",
+    "WaitRule",
     "WriteReservation",
 ]

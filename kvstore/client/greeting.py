@@ -33,23 +33,16 @@ def greet(path: Path, tenant: str, client_name: str, token: bytes, deadline_s: f
     Blocks until ``deadline_s`` (monotonic) at most. Raises UnavailableError if it can't be done, or what else
     the daemon answers (too many clients, for example).
     """
-    hello = pb.HelloRequest(
-        version_min=PROTOCOL_VERSION_MIN, version_max=PROTOCOL_VERSION_MAX, tenant=tenant,
-        client_name=client_name, session_token=token,
-    )  # fmt: skip
+    hello = _hello_of(pb.CHANNEL_CALLS, token)
+    hello.tenant, hello.client_name = tenant, client_name
     fds: list[int] = []
     opened: list[Transport] = []
-
-    def connect() -> Transport:
-        opened.append(Transport(path, max(deadline_s - time.monotonic(), 0.001)))
-        return opened[-1]
-
     try:
-        calls = connect()
+        calls = _connect(path, deadline_s)
+        opened.append(calls)
         reply = _hello(calls, hello, deadline_s, fds)
-        events = connect()
-        hello.channel, hello.session_token = pb.CHANNEL_EVENTS, reply.session_token
-        _hello(events, hello, deadline_s, None)
+        events = join(path, reply.session_token, pb.CHANNEL_EVENTS, deadline_s)
+        opened.append(events)
         if len(fds) != 1:
             raise UnavailableError("the daemon passed no descriptor: is a descriptor limit reached?")
         table = Mapping(fds[0], reply.generations_bytes, writable=False, inherit=False)
@@ -63,6 +56,27 @@ def greet(path: Path, tenant: str, client_name: str, token: bytes, deadline_s: f
     finally:
         for fd in fds:
             os.close(fd)
+
+
+def join(path: Path, token: bytes, channel: pb.Channel, deadline_s: float) -> Transport:
+    """One more connection for the session with this token. Blocks until ``deadline_s`` at most; raises as ``greet``."""
+    transport = _connect(path, deadline_s)
+    try:
+        _hello(transport, _hello_of(channel, token), deadline_s, None)
+    except BaseException:
+        transport.close()
+        raise
+    return transport
+
+
+def _connect(path: Path, deadline_s: float) -> Transport:
+    return Transport(path, max(deadline_s - time.monotonic(), 0.001))
+
+
+def _hello_of(channel: pb.Channel, token: bytes) -> pb.HelloRequest:
+    return pb.HelloRequest(
+        version_min=PROTOCOL_VERSION_MIN, version_max=PROTOCOL_VERSION_MAX, channel=channel, session_token=token
+    )
 
 
 def _hello(transport: Transport, hello: pb.HelloRequest, deadline_s: float, fds: list[int] | None) -> pb.HelloReply:

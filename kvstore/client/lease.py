@@ -225,6 +225,8 @@ class Held(Claimed):
 class Lease(Held):
     """The right to read the blocks found for a prompt, in place. A context manager; falsy if nothing was found.
 
+    Falsy too if what was found has yet to come from a slower tier (``n_pending``).
+
     Index 0 is block ``first_block`` of the prompt. If ``partial_tokens`` > 0 the last entry is a block of which
     only the first ``partial_tokens`` tokens match.
     """
@@ -244,6 +246,12 @@ class Lease(Held):
         self.n_blocks: int = reply.n_blocks
         self.n_tokens: int = reply.n_tokens
         self.partial_tokens: int = reply.partial_tokens
+        self.n_pending: int = reply.n_pending
+        """Blocks that match too but are not in DRAM (yet), and so are not held."""
+        self.eta_s: float = reply.eta_s
+        """A guess when they are, in seconds from the answer; 0 if unknown."""
+        self.n_nvme: int = reply.n_nvme
+        """Of the blocks held: those that were read from NVMe for this lease."""
         self.reason = reason
         """Why there was nothing to find out, if the daemon could not be asked."""
         if reply.lease_id:
@@ -282,7 +290,8 @@ class Lease(Held):
         n = min(max(self.n_blocks - self.first_block, 0), len(room), len(self))
         if n == 0 or not self.valid:
             return 0
-        native.copy_batch(_addresses(room[:n]), self.slots.addresses[:n], self.slots.block_bytes, threads=threads)
+        to, come_from = native.row_addresses(room[:n]), self.slots.addresses[:n]
+        native.copy_batch(to, come_from, self.slots.block_bytes, threads=threads)
         return n if self.valid and self.slots.unchanged() else 0
 
     def renew(self, ttl_s: float = 0.0) -> bool:
@@ -335,7 +344,7 @@ class WriteReservation(Held):
         if len(rows) != len(self):
             raise BadInputError(f"{len(rows)} blocks were given for {len(self)} reserved slots")
         self._must_be_usable()
-        native.copy_batch(self.slots.addresses, _addresses(rows), self.slots.block_bytes, threads=threads)
+        native.copy_batch(self.slots.addresses, native.row_addresses(rows), self.slots.block_bytes, threads=threads)
 
     def commit(self, n_blocks: int | None = None) -> tuple[int, int]:
         """Make the first ``n_blocks`` (default all) visible; returns (stored, duplicates). One round trip.
@@ -381,8 +390,3 @@ def rows_of(array: NDArray[Any], block_bytes: int) -> Bytes:
             "its first dimension must count blocks"
         )
     return array.reshape(-1).view(np.uint8).reshape(-1, block_bytes)
-
-
-def _addresses(rows: Bytes) -> NDArray[np.uint64]:
-    n, row_bytes = rows.shape
-    return np.uint64(rows.ctypes.data) + np.arange(n, dtype=np.uint64) * np.uint64(row_bytes)

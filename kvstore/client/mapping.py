@@ -6,11 +6,27 @@ unmapped when the last of them is gone, and only then is the daemon told.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Protocol
 
+from google.protobuf.message import Message
+
+from kvstore.client.transport import ReplyT
+from kvstore.errors import UnavailableError
 from kvstore.native import Mapping
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.framing import Method
+
+
+class Call(Protocol):
+    """One request and its reply; received descriptors are appended to ``descriptors`` and the caller's."""
+
+    def __call__(
+        self, method: Method, request: Message, kind: type[ReplyT], descriptors: list[int] | None = None
+    ) -> ReplyT: ...
 
 
 class Regions:
@@ -64,3 +80,25 @@ class Regions:
         """The regions that ``drop_all`` really unmapped, in lists of a size that fits a message."""
         gone = [region_id for region_id, ref in self._dropped.items() if ref() is None]
         return [gone[start : start + 1024] for start in range(0, len(gone), 1024)]
+
+
+def map_regions(call: Call, regions: Regions, region_ids: list[int], *, writable: bool) -> None:
+    """Ask for these regions and map them. Blocks for one or two round trips. Raises UnavailableError."""
+    fds: list[int] = []
+    try:
+        request = pb.MapRegionsRequest(region_ids=region_ids, writable=writable)
+        reply = call(Method.MAP_REGIONS, request, pb.MapRegionsReply, fds)
+        if len(fds) != len(region_ids) or len(reply.sizes_bytes) != len(region_ids):
+            raise UnavailableError(
+                f"{len(fds)} descriptors came for {len(region_ids)} regions: is a descriptor limit reached?"
+            )
+        for region_id, fd, size_bytes in zip(region_ids, fds, reply.sizes_bytes, strict=True):
+            regions.add(region_id, fd, size_bytes, writable=writable)
+    except OSError as error:
+        raise UnavailableError(f"the daemon's memory can't be mapped: {error.strerror or error}") from error
+    finally:
+        for fd in fds:
+            os.close(fd)
+    if writable:
+        # Only when the daemon knows that we have our writable mapping can it seal, and others read.
+        call(Method.REGIONS_MAPPED, pb.RegionsMappedRequest(region_ids=region_ids), pb.RegionsMappedReply)

@@ -1,6 +1,7 @@
-"""A client's session: two connections, a background thread, and a rule for when to give up on the daemon.
+"""A client's session: its connections, a background thread, and a rule for when to give up on the daemon.
 
-Calls go over one connection under a lock. The other carries heartbeats, acknowledgements and the daemon's
+Calls go over one connection under a lock; those that wait for slower tiers over others (see ``waiting.py``),
+without it. One more carries heartbeats, acknowledgements and the daemon's
 events, on a thread of its own. When a call meets its deadline, or a connection breaks, the session turns
 unhealthy: from then on calls fail at once, without waiting, until the thread has heard from the daemon
 again. So a daemon that hangs costs its callers one deadline, not one each.
@@ -13,17 +14,20 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
+from kvstore.client.acks import Acknowledgements
 from kvstore.client.claims import Claims
-from kvstore.client.greeting import Greeted, greet
-from kvstore.client.mapping import Regions
+from kvstore.client.greeting import Greeted, greet, join
+from kvstore.client.mapping import Regions, map_regions
 from kvstore.client.transport import ReplyT, TimedOutError, Transport
+from kvstore.client.waiting import WaitingCalls
 from kvstore.client.watcher import watch
 from kvstore.errors import KVStoreError, ProtocolError, SessionEndedError, UnavailableError
 from kvstore.native import Mapping
@@ -39,6 +43,8 @@ from kvstore.wire.framing import (
 RETRY_S_MIN = 0.02
 RETRY_S_MAX = 1.0
 POLL_S_MAX = 1.0
+
+ClaimT = TypeVar("ClaimT")
 
 
 class Session:
@@ -71,7 +77,9 @@ class Session:
         self._healthy = threading.Event()
         self._closed = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._acks: deque[tuple[Method, Message]] = deque()
+        self._acks = Acknowledgements(self._wake)
+        self._waiting = self._new_waiting()
+        self._can_wait = False
         self.claims = Claims()
         self._generations: NDArray[np.uint64] = np.empty(0, np.uint64)
         self._heartbeat_s = 1.0
@@ -115,11 +123,7 @@ class Session:
         deadline_s: float,
         descriptors: list[int] | None,
     ) -> ReplyT:
-        if self._closed:
-            raise UnavailableError("the client is closed")
-        calls = self._calls
-        if calls is None or not self._healthy.is_set():
-            raise UnavailableError(f"the daemon at {self._path} is down or does not answer")
+        calls = self._must_be_up()
         try:
             reply = calls.call(method, request, kind, deadline_s, descriptors)
         except TimedOutError:
@@ -131,9 +135,70 @@ class Session:
         except SessionEndedError as error:
             self._disconnected(str(error))  # the thread says hello again
             raise UnavailableError(str(error)) from error
-        if calls.late:
-            self._give_back(calls)
+        self._give_back(calls)
         return reply
+
+    def granted(
+        self,
+        method: Method,
+        request: Message,
+        kind: type[ReplyT],
+        use: Callable[[ReplyT], ClaimT],
+        wait_s: float = 0.0,
+    ) -> ClaimT:
+        """A call, and ``use(reply)`` before anything else happens to the session.
+
+        What the reply granted is given back if that raises. The daemon may take ``wait_s`` longer to answer;
+        other calls go on meanwhile. Raises as ``call``.
+        """
+        if not (wait_s and self._can_wait):
+            with self.exclusive():
+                return self._use(self.call(method, request, kind), use)
+        reply, waiting = self._wait_for(method, request, kind, wait_s)
+        with self.exclusive():
+            if self._waiting is not waiting:
+                self._acks.give_back([reply])
+                raise UnavailableError("the connection to the daemon was lost meanwhile")
+            return self._use(reply, use)
+
+    def _use(self, reply: ReplyT, use: Callable[[ReplyT], ClaimT]) -> ClaimT:
+        try:
+            return use(reply)
+        except BaseException:
+            self._acks.give_back([reply])
+            raise
+
+    def _wait_for(
+        self, method: Method, request: Message, kind: type[ReplyT], wait_s: float
+    ) -> tuple[ReplyT, WaitingCalls]:
+        """The reply, and the connections over which it came: replaced as soon as the session lost its own."""
+        deadline_s = time.monotonic() + wait_s + self.timeout_s
+        with self.exclusive():
+            self._must_be_up()
+            waiting = self._waiting
+        try:
+            return waiting.call(method, request, kind, deadline_s), waiting
+        except SessionEndedError as error:
+            with self._lock:
+                if self._waiting is waiting:
+                    self._disconnected(str(error))  # the thread says hello again
+            raise UnavailableError(str(error)) from error
+        except (UnavailableError, ProtocolError) as error:
+            if self._waiting is waiting:
+                self._suspect()
+            raise UnavailableError(str(error)) from error
+
+    def _new_waiting(self) -> WaitingCalls:
+        return WaitingCalls(
+            lambda deadline_s: join(self._path, self._token, pb.CHANNEL_WAITS, deadline_s), self._give_back
+        )
+
+    def _must_be_up(self) -> Transport:
+        if self._closed:
+            raise UnavailableError("the client is closed")
+        if self._calls is None or not self._healthy.is_set():
+            raise UnavailableError(f"the daemon at {self._path} is down or does not answer")
+        return self._calls
 
     def mappings(self, region_ids: list[int], *, writable: bool) -> dict[int, Mapping]:
         """The mappings of these regions, made where they are missing. Raises UnavailableError if that fails."""
@@ -142,41 +207,13 @@ class Session:
             return found
         missing = [region_id for region_id in region_ids if region_id not in found]
         for start in range(0, len(missing), MAX_DESCRIPTORS):
-            self._map(missing[start : start + MAX_DESCRIPTORS], writable=writable)
+            map_regions(self._call_now, self.regions, missing[start : start + MAX_DESCRIPTORS], writable=writable)
         return self.regions.find(region_ids, writable=writable)
 
-    def _map(self, region_ids: list[int], *, writable: bool) -> None:
-        deadline_s = time.monotonic() + self.timeout_s
-        fds: list[int] = []
-        try:
-            reply = self._call(
-                Method.MAP_REGIONS,
-                pb.MapRegionsRequest(region_ids=region_ids, writable=writable),
-                pb.MapRegionsReply,
-                deadline_s,
-                fds,
-            )
-            if len(fds) != len(region_ids) or len(reply.sizes_bytes) != len(region_ids):
-                raise UnavailableError(
-                    f"{len(fds)} descriptors came for {len(region_ids)} regions: is a descriptor limit reached?"
-                )
-            for region_id, fd, size_bytes in zip(region_ids, fds, reply.sizes_bytes, strict=True):
-                self.regions.add(region_id, fd, size_bytes, writable=writable)
-        except OSError as error:
-            raise UnavailableError(f"the daemon's memory can't be mapped: {error.strerror or error}") from error
-        finally:
-            for fd in fds:
-                os.close(fd)
-        if writable:
-            deadline_s = time.monotonic() + self.timeout_s
-            # Only when the daemon knows that we have our writable mapping can it seal, and others read.
-            self._call(
-                Method.REGIONS_MAPPED,
-                pb.RegionsMappedRequest(region_ids=region_ids),
-                pb.RegionsMappedReply,
-                deadline_s,
-                None,
-            )
+    def _call_now(
+        self, method: Method, request: Message, kind: type[ReplyT], descriptors: list[int] | None = None
+    ) -> ReplyT:
+        return self._call(method, request, kind, time.monotonic() + self.timeout_s, descriptors)
 
     def generations(self, indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """The generations of slots as they are now, uint64 [n]; changed ones mean other contents."""
@@ -186,10 +223,8 @@ class Session:
 
     def acknowledge(self, method: Method, request: Message) -> None:
         """Send later, from the session's thread; never blocks, never fails. For what is no longer used."""
-        if self._pid != os.getpid():
-            return
-        self._acks.append((method, request))
-        self._wake()
+        if self._pid == os.getpid():
+            self._acks.add(method, request)
 
     def release(self, lease_id: int) -> None:
         """Give up a lease without waiting for an answer; never fails."""
@@ -214,16 +249,11 @@ class Session:
     def _region_unmapped(self, region_id: int) -> None:
         self.acknowledge(Method.REGIONS_UNMAPPED, pb.RegionsUnmappedRequest(region_ids=[region_id]))
 
-    def _give_back(self, calls: Transport) -> None:
+    def _give_back(self, transport: Transport) -> None:
         """What late replies granted is of no use to anyone."""
-        for reply in calls.late:
-            if isinstance(reply, pb.LeaseReply) and reply.lease_id:
-                self.acknowledge(Method.RELEASE, pb.ReleaseRequest(lease_id=reply.lease_id))
-            elif isinstance(reply, pb.ReserveReply) and reply.reservation_id:
-                self.acknowledge(Method.ABORT, pb.AbortRequest(reservation_id=reply.reservation_id))
-            elif isinstance(reply, pb.PinReply) and reply.pin_id:
-                self.acknowledge(Method.UNPIN, pb.UnpinRequest(pin_id=reply.pin_id))
-        calls.late.clear()
+        if transport.late:
+            self._acks.give_back(transport.late)
+            transport.late.clear()
 
     # Connecting ----------------------------------------------------------------------------------
 
@@ -244,7 +274,11 @@ class Session:
             self._acks.clear()
         self._calls, self._events = greeted.calls, greeted.events
         self._token, self.epoch, self.session_id = reply.session_token, reply.epoch, reply.session_id
-        self._heartbeat_s, self.server_version = reply.heartbeat_s, reply.server_version
+        self._heartbeat_s, self.server_version, self._can_wait = (
+            reply.heartbeat_s,
+            reply.server_version,
+            reply.can_wait,
+        )
         self._generations = greeted.generations
         self._healthy.set()
 
@@ -259,6 +293,8 @@ class Session:
             if transport is not None:
                 transport.close()
         self._calls = self._events = None
+        self._waiting.end()
+        self._waiting = self._new_waiting()
         self.claims.end_all(why)
         self._wake()
 
@@ -271,6 +307,7 @@ class Session:
         for transport in (self._calls, self._events):
             if transport is not None:
                 transport.close()
+        self._waiting.end(forked=True)
         self.claims.end_all("a forked child has no right to its parent's leases")
         self._close_wake()
         self._reset()
@@ -313,9 +350,8 @@ class Session:
         with contextlib.suppress(KVStoreError):
             deadline_s = time.monotonic() + self.timeout_s
             for region_ids in self.regions.unmapped():
-                self._acks.append((Method.REGIONS_UNMAPPED, pb.RegionsUnmappedRequest(region_ids=region_ids)))
-            while self._acks:
-                events.send(*self._acks.popleft(), deadline_s, no_reply=True)
+                self._acks.add(Method.REGIONS_UNMAPPED, pb.RegionsUnmappedRequest(region_ids=region_ids))
+            self._acks.send(events, deadline_s)
 
     # The thread ----------------------------------------------------------------------------------
 
@@ -336,10 +372,7 @@ class Session:
                 return -1, self._retry_s
         now_s = time.monotonic()
         try:
-            while self._acks:
-                method, request = self._acks[0]
-                events.send(method, request, now_s + self.timeout_s, no_reply=True)
-                self._acks.popleft()
+            self._acks.send(events, now_s + self.timeout_s)
             if now_s >= self._beat_at_s or (not self._healthy.is_set() and not self._beat_sent):
                 events.send(Method.HEARTBEAT, pb.HeartbeatRequest(), now_s + self.timeout_s)
                 self._beat_sent = True
@@ -373,15 +406,9 @@ class Session:
             for claim_id in ids:
                 if not self.claims.end(lease, claim_id, "its time was up"):
                     # Granted in a reply that nobody waited for, or let go of meanwhile: nothing uses it.
-                    self._acknowledge_end(lease, claim_id)
+                    self._acks.claim(lease, claim_id)
         # Without the lock: a caller may hold it, waiting for the very room that this gives.
         self.regions.retire(event.retired_regions)
-
-    def _acknowledge_end(self, lease: bool, claim_id: int) -> None:
-        if lease:
-            self.acknowledge(Method.RELEASE, pb.ReleaseRequest(lease_id=claim_id))
-        else:
-            self.acknowledge(Method.ABORT, pb.AbortRequest(reservation_id=claim_id))
 
     def _reconnect(self) -> Transport | None:
         # Without the lock: nobody's call waits for a daemon that does not answer.

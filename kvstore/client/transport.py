@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -76,6 +77,11 @@ class Transport:
 
     def close(self) -> None:
         self._sock.close()
+
+    def shut_down(self) -> None:
+        """Make a call under way on another thread fail; that thread closes. Ends the connection for forks too."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def call(
         self,

@@ -32,6 +32,8 @@ _received = memoryview(bytearray(RECEIVE_BYTES))
 """Shared by all connections of the loop's thread: a fresh buffer for each read would be mapped and unmapped."""
 
 BACKLOG_BYTES_PAUSED = 1 << 20
+"""Replies that a client has yet to read, or frames that have yet to be worked on: no more is read beyond this."""
+
 PAYLOAD_BYTES_BEFORE_HELLO = 4096
 
 FRAMES_PER_TURN = 32
@@ -57,6 +59,7 @@ class Connection:
         self._outbox: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._outbox_bytes = 0
         self._paused = False
+        self._on_hangup: Callable[[], None] | None = None
         self._closing = False
         self._ended = False
         self.closed = False
@@ -81,14 +84,17 @@ class Connection:
         """Send one event, for which no reply comes."""
         self.send(encode(Method.EVENT, FLAG_NO_REPLY, 0, event))
 
-    def pause(self) -> None:
-        """Take no more frames until ``resume``: the current one is still being worked on."""
-        self._paused = True
+    def pause(self, on_hangup: Callable[[], None]) -> None:
+        """Take no more frames until ``resume``: the current one is still being worked on.
+
+        ``on_hangup`` is called if the client goes away meanwhile, or says that nothing more will come.
+        """
+        self._paused, self._on_hangup = True, on_hangup
         self._update_reader()
 
     def resume(self) -> None:
         """Go on taking frames."""
-        self._paused = False
+        self._paused, self._on_hangup = False, None
         self._go_on()
 
     def _go_on(self) -> None:
@@ -101,10 +107,17 @@ class Connection:
         # Who does not read his replies gets no further ones.
         return self.closed or self._closing or self._paused or self._outbox_bytes > BACKLOG_BYTES_PAUSED
 
+    @property
+    def _reading(self) -> bool:
+        if self._ended or self._closing or self._outbox_bytes > BACKLOG_BYTES_PAUSED:
+            return False
+        # While paused too, as the end of the connection shows in nothing else.
+        return not self._paused or len(self._inbox) <= BACKLOG_BYTES_PAUSED
+
     def _update_reader(self) -> None:
         if self.closed:
             return
-        if self._blocked or self._ended:
+        if not self._reading:
             self._loop.remove_reader(self._sock)
         else:
             self._loop.add_reader(self._sock, self._readable)
@@ -144,6 +157,8 @@ class Connection:
         # What was sent before the end counts: releases above all.
         self._ended = True
         self._update_reader()
+        if self._on_hangup is not None:
+            self._on_hangup()
         self._drain()
 
     def _drain(self) -> None:
@@ -163,6 +178,8 @@ class Connection:
             return
         if taken:
             del self._inbox[:taken]
+        if self._paused:
+            self._update_reader()  # how much waits has just changed
         if more:
             self._loop.call_soon(self._drain)
         elif self._ended and not self._paused:

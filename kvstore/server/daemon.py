@@ -1,4 +1,4 @@
-"""kvstored: accepts clients, feeds their frames to the handlers, ends what is overdue."""
+"""kvstored: accepts clients, feeds frames to the handlers and jobs to the threads, ends what is overdue."""
 
 from __future__ import annotations
 
@@ -13,37 +13,33 @@ from collections.abc import Awaitable
 from kvstore import __version__
 from kvstore.clock import Clock, SystemClock
 from kvstore.config import DaemonConfig
-from kvstore.errors import BadInputError, KVStoreError, ProtocolError, SessionEndedError, VersionError
+from kvstore.errors import BadInputError, ProtocolError, SessionEndedError, VersionError
 from kvstore.lease import Lease
-from kvstore.prefix_index.index import PrefixIndex
-from kvstore.prefix_index.policy import make_policy
+from kvstore.server.answers import Answers
+from kvstore.server.compose import close_store, make_store
 from kvstore.server.connection import Connection
 from kvstore.server.handlers import Handlers, Reply
+from kvstore.server.jobs import JobPump
 from kvstore.server.listen import ListeningSocket
 from kvstore.server.session import Session, Sessions, peer_pidfd
-from kvstore.store.requests import LeaseLimits
-from kvstore.store.store import Store
-from kvstore.tiers.dram import DramTier
+from kvstore.tiers.nvme.files import Files
 from kvstore.types import Namespace
-from kvstore.wire import faults
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import (
-    FLAG_ERROR,
-    FLAG_NO_REPLY,
-    FLAG_REPLY,
     MAX_PAYLOAD_BYTES,
     PROTOCOL_VERSION_MAX,
     PROTOCOL_VERSION_MIN,
     REQUESTS,
     Method,
     decode,
-    encode,
 )
 
 TICK_S = 0.05
 LATE_HEARTBEATS_ALLOWED = 3
 ACCEPT_PAUSE_S = 1.0
 CLIENT_NAME_CHARS_MAX = 256
+WAITS_PER_SESSION_MAX = 32
+"""Connections of one client on which requests may wait."""
 GREETINGS_MAX = 64
 """Connections beyond those of full sessions, so that a client too many can be told why."""
 ACKNOWLEDGEMENTS = frozenset({Method.RELEASE, Method.ABORT, Method.REGIONS_UNMAPPED, Method.GOODBYE})
@@ -55,24 +51,27 @@ log = logging.getLogger("kvstore.server")
 class Daemon:
     """One daemon. Create it inside a running loop, then ``start``; ``stop`` releases everything.
 
-    Raises SocketInUseError or ConfigError from the constructor if the socket can't be served.
+    Raises SocketInUseError or ConfigError from the constructor if the socket can't be served, or a tier can't
+    be used. Opening an NVMe tier blocks for reading its catalog. ``files`` replaces the device below it.
     """
 
-    def __init__(self, config: DaemonConfig, clock: Clock | None = None) -> None:
+    def __init__(self, config: DaemonConfig, clock: Clock | None = None, files: Files | None = None) -> None:
         self._config = config
         self._clock = clock or SystemClock()
         self._loop = asyncio.get_running_loop()
         self._listening = ListeningSocket(config.socket_path)
         try:
-            self.store = _make_store(config, self._clock)
+            self.store = make_store(config, self._clock, files)
         except BaseException:
             self._listening.close()
             raise
         self.epoch = time.time_ns()
+        self._started_s = self._clock.now_s()
+        self._pump = JobPump(self._loop, self.store.jobs)
+        self._answers = Answers(self._loop, self._dispatch, self._pump.pump)
         self.sessions = Sessions(self._loop.add_reader, self._loop.remove_reader)
         self._handlers = Handlers(self.store, config.policy_clock == "client", self._more_stats, self._ask_to_unmap)
         self._connections: set[Connection] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._tick_handle: asyncio.TimerHandle | None = None
         self._tick_due_s = 0.0
         self._loop_lag_s_max = 0.0
@@ -83,19 +82,47 @@ class Daemon:
         self._loop.add_reader(self._listening.sock, self._accept)
         self._schedule_tick()
 
-    async def stop(self) -> None:
-        """Close every connection, finish moves under way, give back memory, descriptors and the socket file."""
-        if self._tick_handle is not None:
-            self._tick_handle.cancel()
+    async def stop(self) -> bool:
+        """Close every connection, write what waits for it, give back memory, descriptors and the socket file.
+
+        Takes ``drain_s`` at most, however long the disk takes. False if a thread still has something in its
+        hands then: memory and files stay as they are until the process ends.
+        """
         self._loop.remove_reader(self._listening.sock)
-        if self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._listening.refuse()
+        await self._answers.cancel_all()
         for connection in list(self._connections):
             connection.close()
         for session in self.sessions:
             self._forget(session)
-        self.store.dram.close()
+        drained = await self._drain(self._loop.time() + self._config.drain_s)
+        if self._tick_handle is not None:
+            self._tick_handle.cancel()
+        self._pump.close()
+        if not (drained and self._idle):
+            log.warning("the disk did not finish within %.1f s: what it has not written is lost", self._config.drain_s)
+        if drained:
+            close_store(self.store)
         self._listening.close()
+        return drained
+
+    async def _drain(self, deadline_s: float) -> bool:
+        """Let the store's jobs end, and those that follow from them, until nothing waits to be written."""
+        while await self._pump.until_quiet(deadline_s) and not self._idle:
+            # The store holds something back (a disk that failed is tried again later): the next tick will tell.
+            left_s = deadline_s - self._loop.time()
+            if left_s <= 0:
+                break
+            await asyncio.sleep(min(TICK_S, left_s))
+        return self._pump.n_running == 0
+
+    @property
+    def _has_nvme(self) -> bool:
+        return self.store.hierarchy is not None
+
+    @property
+    def _idle(self) -> bool:
+        return self.store.hierarchy is None or self.store.hierarchy.offloader.idle
 
     # Connections ---------------------------------------------------------------------------------
 
@@ -112,61 +139,34 @@ class Daemon:
             return
         sock.setblocking(False)
         pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if uid not in (os.getuid(), 0) or len(self._connections) >= 2 * self._config.max_clients + GREETINGS_MAX:
+        if uid not in (os.getuid(), 0) or len(self._connections) >= self._connections_max:
             log.warning("a connection of user %d, process %d was refused", uid, pid)
             sock.close()
             return
-        connection = Connection(self._loop, sock, self._on_frame, self._on_close)
+        connection = Connection(self._loop, sock, self._answers.on_frame, self._on_close)
         connection.context = _Greeting(sock, pid, self._clock.now_s() + self._config.hello_s)
         self._connections.add(connection)
 
     def _accept_again(self) -> None:
-        if self._tick_handle is not None and not self._tick_handle.cancelled():
+        if self._listening.sock.fileno() >= 0:
             self._loop.add_reader(self._listening.sock, self._accept)
+
+    @property
+    def _connections_max(self) -> int:
+        each = 2 + (WAITS_PER_SESSION_MAX if self._has_nvme else 0)
+        return each * self._config.max_clients + GREETINGS_MAX
 
     def _on_close(self, connection: Connection) -> None:
         self._connections.discard(connection)
+        self._answers.cancel(connection)
         session = connection.context
         if not isinstance(session, Session):
             return
+        session.waits.discard(connection)
         if session.events is connection:
             session.events = None
         elif session.calls is connection and self.sessions.get(session.id) is session:
             self._cut_off(session)
-
-    def _on_frame(self, connection: Connection, method: int, flags: int, request_id: int, payload: bytes) -> None:
-        try:
-            result = self._dispatch(connection, method, payload)
-        except Exception as error:
-            # Whatever a request causes, the daemon goes on and the client hears of it.
-            self._reply_error(connection, method, request_id, error)
-            return
-        if isinstance(result, Reply):
-            if not flags & FLAG_NO_REPLY:
-                connection.send(encode(method, FLAG_REPLY, request_id, result.message), result.descriptors)
-            return
-        connection.pause()
-        task = self._loop.create_task(self._reply_later(connection, method, request_id, result))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _reply_later(
-        self, connection: Connection, method: int, request_id: int, result: Awaitable[Reply]
-    ) -> None:
-        try:
-            reply = await result
-            connection.send(encode(method, FLAG_REPLY, request_id, reply.message), reply.descriptors)
-        except Exception as error:
-            self._reply_error(connection, method, request_id, error)
-        finally:
-            connection.resume()
-
-    def _reply_error(self, connection: Connection, method: int, request_id: int, error: Exception) -> None:
-        if not isinstance(error, KVStoreError):
-            log.error("a %s request failed", Method(method).name, exc_info=error)
-        connection.send(encode(method, FLAG_REPLY | FLAG_ERROR, request_id, faults.to_message(error)))
-        if not isinstance(connection.context, Session):
-            connection.close_after_sending()
 
     def _dispatch(self, connection: Connection, method: int, payload: bytes) -> Reply | Awaitable[Reply]:
         session = connection.context
@@ -199,16 +199,11 @@ class Daemon:
                 f"this daemon (kvstored "
                 f"{__version__}) {PROTOCOL_VERSION_MIN}..{PROTOCOL_VERSION_MAX}: install matching versions"
             )
-        if request.channel == pb.CHANNEL_EVENTS:
-            session = self.sessions.by_token(request.session_token)
-            if session is None or not session.live:
-                raise SessionEndedError("the session to join has ended: connect again")
-            previous, session.events = session.events, connection
-            if isinstance(previous, Connection):
-                previous.close()
-        else:
+        if request.channel == pb.CHANNEL_CALLS:
             session = self._resume_session(greeting, request) or self._open_session(greeting, request)
             session.calls = connection
+        else:
+            session = self._join_session(connection, request)
         connection.context = session
         connection.payload_bytes_max = MAX_PAYLOAD_BYTES
         reply = pb.HelloReply(
@@ -220,8 +215,24 @@ class Daemon:
             lease_s_max=self._config.lease_s_max,
             server_version=__version__,
             generations_bytes=self.store.dram.generations_bytes,
+            can_wait=self._has_nvme,
         )
-        return Reply(reply, (self.store.dram.generations_fd,) if session.events is not connection else ())
+        return Reply(reply, (self.store.dram.generations_fd,) if session.calls is connection else ())
+
+    def _join_session(self, connection: Connection, request: pb.HelloRequest) -> Session:
+        """The session to which an events or waits connection belongs from now on."""
+        session = self.sessions.by_token(request.session_token)
+        if session is None or not session.live:
+            raise SessionEndedError("the session to join has ended: connect again")
+        if request.channel == pb.CHANNEL_EVENTS:
+            previous, session.events = session.events, connection
+            if isinstance(previous, Connection):
+                previous.close()
+        elif len(session.waits) < WAITS_PER_SESSION_MAX:
+            session.waits.add(connection)
+        else:
+            raise BadInputError(f"the session has {WAITS_PER_SESSION_MAX} connections to wait on, the most: share them")
+        return session
 
     def _resume_session(self, greeting: _Greeting, request: pb.HelloRequest) -> Session | None:
         """The session whose token the same process shows again: its rights are gone, its holds go on."""
@@ -236,6 +247,7 @@ class Daemon:
         previous, session.calls = session.calls, None
         if isinstance(previous, Connection):
             previous.close()
+        self._end_waits(session)
         self.store.end_rights(session.id)
         self._asked_to_unmap.pop(session.id, None)  # what was asked may have been lost
         session.live = True
@@ -261,10 +273,19 @@ class Daemon:
 
     def _cut_off(self, session: Session) -> None:
         session.live = False
+        self._end_waits(session)
         self.store.end_rights(session.id)
+
+    def _end_waits(self, session: Session) -> None:
+        """Requests that wait are answered now, with nothing; their connections end."""
+        if isinstance(session.calls, Connection):
+            self._answers.cancel(session.calls)
+        for connection in list(session.waits):
+            connection.close()
 
     def _forget(self, session: Session) -> None:
         if self.sessions.forget(session):
+            self._end_waits(session)
             self._asked_to_unmap.pop(session.id, None)
             self.store.forget_session(session.id)
             self._handlers.memory_came_back()
@@ -278,6 +299,8 @@ class Daemon:
     def _tick(self) -> None:
         self._loop_lag_s_max = max(self._loop_lag_s_max * 0.99, self._loop.time() - self._tick_due_s)
         try:
+            self.store.tick()
+            self._pump.pump()
             self._end_overdue()
             self._tell_ended()
             self._ask_to_unmap()
@@ -328,6 +351,8 @@ class Daemon:
             "sessions": float(sum(1 for session in self.sessions if session.live)),
             "sessions_lingering": float(sum(1 for session in self.sessions if not session.live)),
             "loop_lag_s_max": self._loop_lag_s_max,
+            "uptime_s": self._clock.now_s() - self._started_s,
+            "jobs_running": float(self._pump.n_running),
         }
         return numbers, {
             "server_version": __version__,
@@ -343,18 +368,6 @@ class _Greeting:
         self.sock = sock
         self.pid = pid
         self.deadline_s = deadline_s
-
-
-def _make_store(config: DaemonConfig, clock: Clock) -> Store:
-    index = PrefixIndex(make_policy(config.policy))
-    dram = DramTier(
-        config.dram_bytes,
-        region_bytes=config.region_bytes_effective,
-        starter_bytes=config.starter_bytes,
-        prefault=config.prefault,
-    )
-    limits = LeaseLimits(config.lease_s_default, config.lease_s_max)
-    return Store(index, dram, clock, limits, spare_bytes=config.region_bytes_effective)
 
 
 async def serve(config: DaemonConfig, ready: asyncio.Event | None = None, stop: asyncio.Event | None = None) -> None:

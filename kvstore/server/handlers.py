@@ -1,7 +1,8 @@
 """What the daemon does for each method, whatever the transport.
 
-A handler takes a session and a request and returns a reply, perhaps with descriptors; ``reserve`` may
-return an awaitable instead, when blocks must be moved before there is room.
+A handler takes a session and a request and returns a reply, perhaps with descriptors; or an awaitable, when
+blocks must be moved before there is room, or when the client waits for blocks to be read or written. Such
+an awaitable may be cancelled: it gives back what it holds.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
-from kvstore.errors import BadInputError, EndedError
+from kvstore.errors import BadInputError, EndedError, SessionEndedError
 from kvstore.lease import Lease, Reservation
+from kvstore.offload import Persist
+from kvstore.onboard import Load
+from kvstore.prefix_index.block_table import DRAM, Ids
 from kvstore.prefix_index.rows import RowPath
+from kvstore.room import PendingReclaim
 from kvstore.server.session import Session
+from kvstore.server.waits import checked_wait_s, wait_for
 from kvstore.store.requests import Prompt
-from kvstore.store.room import PendingReclaim
 from kvstore.store.store import Store
 from kvstore.tiers.dram import DramTier
 from kvstore.types import ExtraKey, Namespace, RowKind
@@ -78,6 +83,8 @@ class Handlers:
             Method.PIN: self.pin,
             Method.UNPIN: self.unpin,
             Method.STATS: self.stats,
+            Method.PREFETCH: self.prefetch,
+            Method.PERSIST: self.persist,
         }
 
     def open_namespace(self, session: Session, request: pb.OpenNamespaceRequest) -> Result:
@@ -100,13 +107,91 @@ class Handlers:
         prompt = self._prompt(session, request.prompt)
         found = self._store.match(prompt)
         n_blocks = len(found.ids)
-        n_tokens = n_blocks * prompt.namespace.namespace.spec.block_tokens + found.partial_tokens
-        return Reply(pb.MatchReply(n_blocks=n_blocks, partial_tokens=found.partial_tokens, n_tokens=n_tokens))
+        reply = pb.MatchReply(
+            n_blocks=n_blocks,
+            partial_tokens=found.partial_tokens,
+            n_tokens=n_blocks * prompt.namespace.namespace.spec.block_tokens + found.partial_tokens,
+            n_dram_blocks=self._n_in_dram(found.ids),
+        )
+        return Reply(reply)
 
     def lease(self, session: Session, request: pb.LeaseRequest) -> Result:
         prompt = self._prompt(session, request.prompt)
-        lease = self._store.lease(session.id, prompt, request.first_block, request.max_blocks, request.ttl_s)
-        return Reply(self._lease_reply(lease))
+        return self._with_load(session, prompt, request, lambda load: self._lease(session, prompt, request, load))
+
+    def _lease(self, session: Session, prompt: Prompt, request: pb.LeaseRequest, load: Load | None) -> Reply:
+        lease = self._store.lease(session.id, prompt, request.first_block, request.max_blocks, request.ttl_s, load)
+        reply = self._lease_reply(lease)
+        if lease.n_pending and load is not None:
+            reply.eta_s = load.eta_s
+        return Reply(reply)
+
+    def prefetch(self, session: Session, request: pb.PrefetchRequest) -> Result:
+        prompt = self._prompt(session, request.prompt)
+        return self._with_load(session, prompt, request, lambda load: self._prefetched(prompt, request, load))
+
+    def _prefetched(self, prompt: Prompt, request: pb.PrefetchRequest, load: Load | None) -> Reply:
+        ids = self._store.match(prompt).ids
+        if request.max_blocks:
+            ids = ids[: request.max_blocks]
+        reply = pb.PrefetchReply(n_blocks=len(ids), n_ready=self._n_in_dram(ids))
+        if load is not None and not load.done:
+            reply.n_pending, reply.eta_s = load.n_waiting, load.eta_s
+        return Reply(reply)
+
+    def _with_load(
+        self,
+        session: Session,
+        prompt: Prompt,
+        request: pb.LeaseRequest | pb.PrefetchRequest,
+        answer: Callable[[Load | None], Reply],
+    ) -> Result:
+        """``answer`` when what the request is about is in DRAM, or can't be waited for any longer."""
+        wait_s = checked_wait_s(request.wait_s)
+        load = self._store.begin_load(prompt, request.first_block, request.max_blocks)
+        if load is None:
+            return answer(None)
+        if not load.done:
+            self._ask_to_unmap()  # what it is read into may have to come from regions that clients still map
+        if wait_s and not load.done:
+            return self._after_load(session, load, wait_s, answer)
+        try:
+            return answer(load)
+        finally:
+            self._store.end_load(load)
+
+    async def _after_load(
+        self, session: Session, load: Load, wait_s: float, answer: Callable[[Load | None], Reply]
+    ) -> Reply:
+        try:
+            await wait_for(load, wait_s)
+            _must_live(session)
+            return answer(load)
+        finally:
+            self._store.end_load(load)
+
+    def persist(self, session: Session, request: pb.PersistRequest) -> Result:
+        prompt, wait_s = self._prompt(session, request.prompt), checked_wait_s(request.wait_s)
+        persist = self._store.begin_persist(prompt)
+        if persist is None:
+            return Reply(pb.PersistReply(n_blocks=len(self._store.match(prompt).ids)))
+        if wait_s and not persist.done:
+            return self._persist_later(persist, wait_s)
+        try:
+            return self._persisted(persist)
+        finally:
+            self._store.end_persist(persist)
+
+    async def _persist_later(self, persist: Persist, wait_s: float) -> Reply:
+        try:
+            await wait_for(persist, wait_s)
+            return self._persisted(persist)
+        finally:
+            self._store.end_persist(persist)
+
+    def _persisted(self, persist: Persist) -> Reply:
+        n_durable = self._store.n_durable(persist)
+        return Reply(pb.PersistReply(n_blocks=len(persist.ids), n_durable=n_durable, n_pending=persist.n_waiting))
 
     def attach_lease(self, session: Session, request: pb.AttachLeaseRequest) -> Result:
         return Reply(self._lease_reply(self._store.attach(session.id, session.tenant, request.lease_id)))
@@ -130,12 +215,16 @@ class Handlers:
     async def _reserve_slowly(self, reservation: Reservation, pending: PendingReclaim | None) -> Reply:
         """Move blocks, and wait a moment for clients that were asked to unmap a region."""
         deadline_s = asyncio.get_running_loop().time() + UNMAP_WAIT_S
-        for _ in range(STEPS_PER_RESERVE_MAX):
-            if pending is not None:
-                await self._move(reservation, pending)
-            elif not self._store.room_is_coming(reservation) or not await self._wait_unmapped(deadline_s):
-                break
-            pending = self._store.make_room(reservation)
+        try:
+            for _ in range(STEPS_PER_RESERVE_MAX):
+                if pending is not None:
+                    await self._move(pending)
+                elif not self._store.room_is_coming(reservation) or not await self._wait_unmapped(deadline_s):
+                    break
+                pending = self._store.make_room(reservation)
+        except BaseException:
+            self._store.abort(reservation.writer, reservation.id)
+            raise
         if pending is not None:
             self._store.cancel_reclaim(pending)
         return self._reserve_reply(self._store.finish_reserve(reservation))
@@ -150,7 +239,7 @@ class Handlers:
             return False
         return True
 
-    async def _move(self, reservation: Reservation, pending: PendingReclaim) -> None:
+    async def _move(self, pending: PendingReclaim) -> None:
         copying = asyncio.ensure_future(asyncio.to_thread(pending.copy))
         try:
             await asyncio.shield(copying)
@@ -158,7 +247,6 @@ class Handlers:
             # Whoever cancels must wait for the thread: it writes to slots that are about to be free.
             await asyncio.wait([copying])
             self._store.cancel_reclaim(pending)
-            self._store.abort(reservation.writer, reservation.id)
             raise
         self._store.finish_reclaim(pending)
 
@@ -195,6 +283,8 @@ class Handlers:
     def memory_came_back(self) -> None:
         """A client has unmapped regions or is gone: whoever waits for room looks again."""
         self._unmapped.set()
+        if self._store.hierarchy is not None:
+            self._store.hierarchy.onboarder.pump()
 
     def pin(self, session: Session, request: pb.PinRequest) -> Result:
         pin = self._store.pin(session.id, self._prompt(session, request.prompt), request.ttl_s)
@@ -227,12 +317,21 @@ class Handlers:
             raise BadInputError(f"policy_time_s is {time_s!r}; it must be a finite number of seconds")
         return Prompt(opened, opened.root_key(message.salt, message.lora), path, time_s, message.category & 0xFF)
 
+    def _n_in_dram(self, ids: Ids) -> int:
+        """How many leading blocks are in DRAM."""
+        if self._store.hierarchy is None:
+            return len(ids)
+        here = self._store.index.resident(ids, DRAM)
+        return len(here) if here.all() else int(here.argmin())
+
     def _lease_reply(self, lease: Lease) -> pb.LeaseReply:
         reply = pb.LeaseReply(
             lease_id=lease.id,
             n_blocks=lease.n_blocks,
             partial_tokens=lease.partial_tokens,
             n_tokens=lease.n_tokens,
+            n_pending=lease.n_pending,
+            n_nvme=lease.n_nvme,
         )
         if lease.id:
             reply.ttl_s = self._life_s(lease.deadline_s)
@@ -253,6 +352,11 @@ class Handlers:
 
     def _life_s(self, deadline_s: float) -> float:
         return max(deadline_s - self._store.clock.now_s(), 0.0)
+
+
+def _must_live(session: Session) -> None:
+    if not session.live:
+        raise SessionEndedError("the session ended while this request waited: say hello again")
 
 
 def _bounded(region_ids: Sequence[int]) -> Sequence[int]:

@@ -57,13 +57,19 @@ class ListeningSocket:
             if not stat.S_ISSOCK(self.path.lstat().st_mode):
                 raise ConfigError(f"{self.path} exists and is not a socket: choose another --socket or remove it")
 
-    def close(self) -> None:
-        """Stop listening, remove the socket file, give up the lock. Idempotent."""
-        if self._lock_fd < 0:
+    def refuse(self) -> None:
+        """Stop listening and remove the socket file: who connects from now on is told so at once. Idempotent."""
+        if self._lock_fd < 0 or self.sock.fileno() < 0:
             return
         self.sock.close()
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
+
+    def close(self) -> None:
+        """``refuse``, and give up the lock: another daemon may have the path. Idempotent."""
+        self.refuse()
+        if self._lock_fd < 0:
+            return
         os.close(self._lock_fd)
         self._lock_fd = -1
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvstore.errors import UnavailableError
+from kvstore.server.connection import Connection
 from kvstore.wire import kvstore_pb2 as pb
 
 TOKEN_BYTES = 16
@@ -73,6 +74,7 @@ class Session:
     live: bool = True
     calls: object = None
     events: EventSink | None = None
+    waits: set[Connection] = field(default_factory=set)
 
     def close_pidfd(self) -> None:
         if self.pidfd >= 0:

@@ -1,4 +1,4 @@
-"""Whether index, tier and claims tell the same story. For tests and for doubt: looks at every block."""
+"""Whether index, tiers and claims tell the same story. For tests and for doubt: looks at every block."""
 
 from __future__ import annotations
 
@@ -9,31 +9,57 @@ from numpy.typing import NDArray
 
 from kvstore.errors import IntegrityError
 from kvstore.lease import Lease, Pin, Reservation
+from kvstore.prefix_index.block_table import DRAM, NVME
 from kvstore.prefix_index.index import PrefixIndex
-from kvstore.store.room import PendingReclaim
+from kvstore.room import PendingReclaim
+from kvstore.store.hierarchy import Hierarchy
 from kvstore.tiers.dram import DramTier, SlotState
+from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import SLOT_BITS
+
+Int64s = NDArray[np.int64]
 
 
 def check_agreement(
     index: PrefixIndex,
     dram: DramTier,
+    hierarchy: Hierarchy | None,
     pinning: Iterable[Lease | Pin],
     reservations: Iterable[Reservation],
-    pending: PendingReclaim | None,
+    moving: PendingReclaim | None,
 ) -> None:
     """Raises IntegrityError when a block, a slot or a pin is known to one side only."""
     reservations = list(reservations)
     blocks = index.table.alive()
-    slots = index.slots(blocks)
-    _require(dram, slots, SlotState.LIVE, "a stored block")
-    wrong = dram.tags(slots) != blocks
-    if wrong.any():
-        raise IntegrityError(f"the slot of block {blocks[wrong][0]} bears the tag of another")
     promised = [r.slots for r in reservations if not r.quarantined]
     held_back = [r.slots for r in reservations if r.quarantined]
-    if pending is not None:
-        promised.append(pending.reclaim.dst_slots)
+    pins = [claim.ids for claim in pinning] + [r.prefix_ids for r in reservations]
+    if moving is not None:
+        promised.append(moving.reclaim.dst_slots)
+        pins.append(moving.ids)
+    if hierarchy is not None:
+        promised += hierarchy.onboarder.reserved_slots()
+        pins += hierarchy.onboarder.pinned() + hierarchy.offloader.pinned()
+        _check_nvme(index, hierarchy.nvme, blocks)
+    _check_dram(index, dram, blocks, promised, held_back)
+    refs = np.zeros(len(index.table.refs), np.int32)
+    for ids in pins:
+        refs[ids] += 1
+    wrong = refs[blocks] != index.table.refs[blocks]
+    if wrong.any():
+        block = blocks[wrong][0]
+        raise IntegrityError(f"block {block} is pinned {index.table.refs[block]} times, {refs[block]} times known")
+
+
+def _check_dram(
+    index: PrefixIndex, dram: DramTier, blocks: NDArray[np.uint32], promised: list[Int64s], held_back: list[Int64s]
+) -> None:
+    there = blocks[index.resident(blocks, DRAM)]
+    slots = index.slots(there)
+    _require(dram, slots, SlotState.LIVE, "a stored block")
+    wrong = dram.tags(slots) != there
+    if wrong.any():
+        raise IntegrityError(f"the slot of block {there[wrong][0]} bears the tag of another")
     facts = dram.stats()
     for name, held, state in (
         ("used_bytes", [slots], SlotState.LIVE),
@@ -45,23 +71,27 @@ def check_agreement(
         size_bytes = _bytes_of(dram, together)
         if size_bytes != facts[name]:
             raise IntegrityError(f"{name} is {facts[name]}, but known blocks and claims have {size_bytes}")
-    refs = np.zeros(len(index.table.refs), np.int32)
-    for ids in [c.ids for c in pinning] + [r.prefix_ids for r in reservations]:
-        refs[ids] += 1
-    if pending is not None:
-        refs[pending.ids] += 1
-    wrong = refs[blocks] != index.table.refs[blocks]
+
+
+def _check_nvme(index: PrefixIndex, nvme: NvmeTier, blocks: NDArray[np.uint32]) -> None:
+    there = blocks[index.resident(blocks, NVME)]
+    slots = index.table.nvme_slot[there]
+    if len(np.unique(slots)) != len(slots):
+        raise IntegrityError("two blocks have the same place on NVMe")
+    if len(slots) != nvme.n_live:
+        raise IntegrityError(f"{nvme.n_live} frames live on NVMe, but {len(slots)} blocks lie there")
+    wrong = (nvme.keys(slots) != index.table.key[there]).any(axis=1)
     if wrong.any():
-        raise IntegrityError(f"block {blocks[wrong][0]} is pinned more or less often than claims say")
+        raise IntegrityError(f"the frame of block {there[wrong][0]} on NVMe has the key of another")
 
 
-def _require(dram: DramTier, slots: NDArray[np.int64], state: SlotState, whose: str) -> None:
+def _require(dram: DramTier, slots: Int64s, state: SlotState, whose: str) -> None:
     wrong = dram.states(slots) != state
     if wrong.any():
         raise IntegrityError(f"slot {slots[wrong][0]} of {whose} is not {state.name.lower()}")
 
 
-def _bytes_of(dram: DramTier, slots: NDArray[np.int64]) -> int:
+def _bytes_of(dram: DramTier, slots: Int64s) -> int:
     region_ids, counts = np.unique(slots >> SLOT_BITS, return_counts=True)
     return sum(
         dram.region(region_id).slot_bytes * n for region_id, n in zip(region_ids.tolist(), counts.tolist(), strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvstore.compression.frame import FrameLayout
 from kvstore.errors import BadInputError, SpecMismatchError
 from kvstore.types import Namespace, Root
 
@@ -15,12 +16,21 @@ NAMES_MAX = 16384
 
 @dataclass(slots=True)
 class OpenNamespace:
-    """A namespace that this daemon knows."""
+    """A namespace that this daemon knows. ``ordinal`` is its number here, ``layout`` that of its frames."""
 
     namespace: Namespace
     digest: bytes
     block_bytes: int
+    ordinal: int
     _root_keys: dict[tuple[str, str], bytes] = field(default_factory=dict)
+    _layout: FrameLayout | None = None
+
+    @property
+    def layout(self) -> FrameLayout:
+        """How its blocks look on disk."""
+        if self._layout is None:
+            self._layout = FrameLayout.of(self.namespace.spec, self.namespace.row_bytes, self.digest)
+        return self._layout
 
     def root_key(self, salt: str, lora: str) -> bytes:
         """The 16-byte key of a root; remembered, as most requests use the same few."""
@@ -38,6 +48,7 @@ class Namespaces:
 
     def __init__(self) -> None:
         self._by_digest: dict[bytes, OpenNamespace] = {}
+        self._by_ordinal: list[OpenNamespace] = []
         self._names: dict[tuple[str, str], OpenNamespace] = {}
 
     def __len__(self) -> int:
@@ -69,8 +80,9 @@ class Namespaces:
                     f"{NAMESPACES_MAX} namespaces are open, the most a daemon keeps: "
                     f"use salts for what changes per request"
                 )
-            entry = OpenNamespace(namespace, digest, namespace.spec.block_bytes)
+            entry = OpenNamespace(namespace, digest, namespace.spec.block_bytes, len(self._by_ordinal))
             self._by_digest[digest] = entry
+            self._by_ordinal.append(entry)
         if name:
             self._names[(namespace.tenant, name)] = entry
         return entry
@@ -78,3 +90,7 @@ class Namespaces:
     def get(self, digest: bytes) -> OpenNamespace | None:
         """The open namespace with this digest."""
         return self._by_digest.get(digest)
+
+    def by_ordinal(self, ordinal: int) -> OpenNamespace:
+        """The namespace with this number, which must have been given."""
+        return self._by_ordinal[ordinal]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstore.errors import BadInputError
 from kvstore.prefix_index.rows import RowPath
 from kvstore.store.namespaces import OpenNamespace
@@ -40,3 +43,12 @@ class Commit:
 
     n_committed: int
     n_duplicate: int
+
+
+class Reach(NamedTuple):
+    """How far a prompt is stored, within what was asked for; ``wanted`` starts at the first block asked for."""
+
+    ids: NDArray[np.intp]
+    wanted: NDArray[np.intp]
+    n_blocks: int
+    partial_tokens: int

@@ -65,6 +65,8 @@ class Method(IntEnum):
     STATS = 17
     GOODBYE = 18
     EVENT = 19
+    PREFETCH = 20
+    PERSIST = 21
 
 
 REQUESTS: dict[int, type[Message]] = {
@@ -87,9 +89,11 @@ REQUESTS: dict[int, type[Message]] = {
     Method.STATS: pb.StatsRequest,
     Method.GOODBYE: pb.GoodbyeRequest,
     Method.EVENT: pb.Event,
+    Method.PREFETCH: pb.PrefetchRequest,
+    Method.PERSIST: pb.PersistRequest,
 }
 
-PROMPTS = frozenset({Method.MATCH, Method.LEASE, Method.RESERVE, Method.PIN})
+PROMPTS = frozenset({Method.MATCH, Method.LEASE, Method.RESERVE, Method.PIN, Method.PREFETCH, Method.PERSIST})
 """Requests that carry a prompt."""
 
 REPLIES: dict[int, type[Message]] = {
@@ -111,6 +115,8 @@ REPLIES: dict[int, type[Message]] = {
     Method.UNPIN: pb.UnpinReply,
     Method.STATS: pb.StatsReply,
     Method.GOODBYE: pb.GoodbyeReply,
+    Method.PREFETCH: pb.PrefetchReply,
+    Method.PERSIST: pb.PersistReply,
 }
 
 

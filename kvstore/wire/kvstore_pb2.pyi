@@ -22,6 +22,7 @@ class Channel(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CHANNEL_CALLS: _ClassVar[Channel]
     CHANNEL_EVENTS: _ClassVar[Channel]
+    CHANNEL_WAITS: _ClassVar[Channel]
 CODE_UNSPECIFIED: Code
 BAD_INPUT: Code
 SPEC_MISMATCH: Code
@@ -32,6 +33,7 @@ UNAVAILABLE: Code
 INTERNAL: Code
 CHANNEL_CALLS: Channel
 CHANNEL_EVENTS: Channel
+CHANNEL_WAITS: Channel
 
 class Error(_message.Message):
     __slots__ = ("code", "message")
@@ -58,7 +60,7 @@ class HelloRequest(_message.Message):
     def __init__(self, version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., tenant: _Optional[str] = ..., client_name: _Optional[str] = ..., channel: _Optional[_Union[Channel, str]] = ..., session_token: _Optional[bytes] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("version", "session_id", "session_token", "epoch", "heartbeat_s", "lease_s_max", "server_version", "generations_bytes")
+    __slots__ = ("version", "session_id", "session_token", "epoch", "heartbeat_s", "lease_s_max", "server_version", "generations_bytes", "can_wait")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +69,7 @@ class HelloReply(_message.Message):
     LEASE_S_MAX_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAN_WAIT_FIELD_NUMBER: _ClassVar[int]
     version: int
     session_id: int
     session_token: bytes
@@ -75,7 +78,8 @@ class HelloReply(_message.Message):
     lease_s_max: float
     server_version: str
     generations_bytes: int
-    def __init__(self, version: _Optional[int] = ..., session_id: _Optional[int] = ..., session_token: _Optional[bytes] = ..., epoch: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., lease_s_max: _Optional[float] = ..., server_version: _Optional[str] = ..., generations_bytes: _Optional[int] = ...) -> None: ...
+    can_wait: bool
+    def __init__(self, version: _Optional[int] = ..., session_id: _Optional[int] = ..., session_token: _Optional[bytes] = ..., epoch: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., lease_s_max: _Optional[float] = ..., server_version: _Optional[str] = ..., generations_bytes: _Optional[int] = ..., can_wait: bool = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ()
@@ -146,14 +150,16 @@ class MatchRequest(_message.Message):
     def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ...) -> None: ...
 
 class MatchReply(_message.Message):
-    __slots__ = ("n_blocks", "partial_tokens", "n_tokens")
+    __slots__ = ("n_blocks", "partial_tokens", "n_tokens", "n_dram_blocks")
     N_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     N_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    N_DRAM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     n_blocks: int
     partial_tokens: int
     n_tokens: int
-    def __init__(self, n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., n_tokens: _Optional[int] = ...) -> None: ...
+    n_dram_blocks: int
+    def __init__(self, n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., n_tokens: _Optional[int] = ..., n_dram_blocks: _Optional[int] = ...) -> None: ...
 
 class RegionLayout(_message.Message):
     __slots__ = ("id", "slot_bytes", "generation_base")
@@ -176,32 +182,40 @@ class Slots(_message.Message):
     def __init__(self, ids: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., regions: _Optional[_Iterable[_Union[RegionLayout, _Mapping]]] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("prompt", "max_blocks", "first_block", "ttl_s")
+    __slots__ = ("prompt", "max_blocks", "first_block", "ttl_s", "wait_s")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
     max_blocks: int
     first_block: int
     ttl_s: float
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., max_blocks: _Optional[int] = ..., first_block: _Optional[int] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+    wait_s: float
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., max_blocks: _Optional[int] = ..., first_block: _Optional[int] = ..., ttl_s: _Optional[float] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class LeaseReply(_message.Message):
-    __slots__ = ("lease_id", "ttl_s", "n_blocks", "partial_tokens", "n_tokens", "slots")
+    __slots__ = ("lease_id", "ttl_s", "n_blocks", "partial_tokens", "n_tokens", "slots", "n_pending", "eta_s", "n_nvme")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     N_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     N_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    N_PENDING_FIELD_NUMBER: _ClassVar[int]
+    ETA_S_FIELD_NUMBER: _ClassVar[int]
+    N_NVME_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     ttl_s: float
     n_blocks: int
     partial_tokens: int
     n_tokens: int
     slots: Slots
-    def __init__(self, lease_id: _Optional[int] = ..., ttl_s: _Optional[float] = ..., n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., n_tokens: _Optional[int] = ..., slots: _Optional[_Union[Slots, _Mapping]] = ...) -> None: ...
+    n_pending: int
+    eta_s: float
+    n_nvme: int
+    def __init__(self, lease_id: _Optional[int] = ..., ttl_s: _Optional[float] = ..., n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., n_tokens: _Optional[int] = ..., slots: _Optional[_Union[Slots, _Mapping]] = ..., n_pending: _Optional[int] = ..., eta_s: _Optional[float] = ..., n_nvme: _Optional[int] = ...) -> None: ...
 
 class AttachLeaseRequest(_message.Message):
     __slots__ = ("lease_id",)
@@ -356,6 +370,48 @@ class UnpinReply(_message.Message):
     FOUND_FIELD_NUMBER: _ClassVar[int]
     found: bool
     def __init__(self, found: bool = ...) -> None: ...
+
+class PrefetchRequest(_message.Message):
+    __slots__ = ("prompt", "first_block", "max_blocks", "wait_s")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    prompt: Prompt
+    first_block: int
+    max_blocks: int
+    wait_s: float
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., first_block: _Optional[int] = ..., max_blocks: _Optional[int] = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class PrefetchReply(_message.Message):
+    __slots__ = ("n_blocks", "n_ready", "n_pending", "eta_s")
+    N_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    N_READY_FIELD_NUMBER: _ClassVar[int]
+    N_PENDING_FIELD_NUMBER: _ClassVar[int]
+    ETA_S_FIELD_NUMBER: _ClassVar[int]
+    n_blocks: int
+    n_ready: int
+    n_pending: int
+    eta_s: float
+    def __init__(self, n_blocks: _Optional[int] = ..., n_ready: _Optional[int] = ..., n_pending: _Optional[int] = ..., eta_s: _Optional[float] = ...) -> None: ...
+
+class PersistRequest(_message.Message):
+    __slots__ = ("prompt", "wait_s")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    prompt: Prompt
+    wait_s: float
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class PersistReply(_message.Message):
+    __slots__ = ("n_blocks", "n_durable", "n_pending")
+    N_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    N_DURABLE_FIELD_NUMBER: _ClassVar[int]
+    N_PENDING_FIELD_NUMBER: _ClassVar[int]
+    n_blocks: int
+    n_durable: int
+    n_pending: int
+    def __init__(self, n_blocks: _Optional[int] = ..., n_durable: _Optional[int] = ..., n_pending: _Optional[int] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()

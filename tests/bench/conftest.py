@@ -8,22 +8,23 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstore.config import DaemonConfig
 from kvstore.server.daemon import Daemon
 
-StartDaemon = Callable[[int], str]
-RunningDaemon = Callable[[int], AbstractContextManager[str]]
+StartDaemon = Callable[..., str]
+RunningDaemon = Callable[..., AbstractContextManager[str]]
 
 
 @contextmanager
-def running_daemon(dram_bytes: int) -> Iterator[str]:
-    """Yields the socket path of a daemon whose policy clock is the client's."""
+def running_daemon(dram_bytes: int, **settings: Any) -> Iterator[str]:
+    """Yields the socket path of a daemon whose policy clock is the client's; ``settings`` as in ``DaemonConfig``."""
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         socket_path = Path(folder) / "d.sock"
-        config = DaemonConfig(socket_path=socket_path, dram_bytes=dram_bytes, policy_clock="client")
+        config = DaemonConfig(socket_path=socket_path, dram_bytes=dram_bytes, policy_clock="client", **settings)
         started, stop = threading.Event(), threading.Event()
         failures: list[BaseException] = []
 
@@ -58,9 +59,9 @@ def running_daemon(dram_bytes: int) -> Iterator[str]:
 
 @pytest.fixture
 def start_daemon() -> Iterator[StartDaemon]:
-    """Starts daemons by their DRAM size in bytes; all are stopped at the end of the test."""
+    """Starts daemons by their DRAM size in bytes and other settings; all are stopped at the end of the test."""
     with ExitStack() as stack:
-        yield lambda dram_bytes: stack.enter_context(running_daemon(dram_bytes))
+        yield lambda dram_bytes, **settings: stack.enter_context(running_daemon(dram_bytes, **settings))
 
 
 @pytest.fixture(scope="session")

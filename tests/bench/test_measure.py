@@ -7,7 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from kvstore.bench.bandwidth import BandwidthOptions, Row, bootstrap_low
+from kvstore.bench.bandwidth import BandwidthOptions
+from kvstore.bench.bandwidth_row import Row, bootstrap_low
 from kvstore.bench.limits import (
     Echo,
     measure_copy,

@@ -20,74 +20,17 @@ from numpy.typing import NDArray
 from kvstore.prefix_index import tree as tree_module
 from kvstore.prefix_index.index import MissingParent, PrefixIndex
 from kvstore.prefix_index.policy import make_policy
-from kvstore.prefix_index.rows import RowPath
-from kvstore.types import ExtraKey
+from tests.prefix_index.prompts import (
+    BLOCK_TOKENS,
+    ROOTS,
+    Path,
+    Prompt,
+    draw_prompt,
+    draw_relative,
+    shared_plain,
+)
 
-BLOCK_TOKENS = 3
-# Ids that share low bytes, high bytes or none, so that an order by bytes is put to the test.
-TOKENS = [0, 1, 256, 257, 1 << 24, (1 << 32) - 1]
 SEEDS = st.integers(0, (1 << 32) - 1)
-ROOTS = [b"a" * 16, b"b" * 16]
-
-Symbol = tuple[object, ...]
-Path = tuple[tuple[Symbol, ...], ...]
-
-
-class Prompt:
-    """Tokens with extras, once as a RowPath and once as plain symbols, one per token."""
-
-    def __init__(self, tokens: list[int], extras: list[ExtraKey]) -> None:
-        self.tokens = tokens
-        self.extras = extras
-        self.path = RowPath.from_tokens(np.array(tokens, np.uint32), BLOCK_TOKENS, extras)
-        symbols: list[Symbol] = [("plain", t) for t in tokens]
-        for extra in extras:
-            for i in range(extra.n_tokens):
-                at = extra.start_token + i
-                if at < len(tokens):
-                    symbols[at] = ("covered", tokens[at], extra.digest, i)
-        self.rows: Path = tuple(tuple(symbols[i : i + BLOCK_TOKENS]) for i in range(0, len(symbols), BLOCK_TOKENS))
-
-    def __repr__(self) -> str:
-        return f"Prompt({self.rows})"
-
-
-def draw_extras(dice: random.Random) -> list[ExtraKey]:
-    extras = []
-    at = dice.randrange(10)
-    for _ in range(dice.randrange(1, 3)):
-        size = dice.randrange(1, 5)
-        extras.append(ExtraKey(at, size, dice.choice([b"img", b"pic"])))
-        at += size + dice.randrange(4)
-    return extras
-
-
-def draw_prompt(dice: random.Random) -> Prompt:
-    some = dice.sample(TOKENS, dice.randrange(1, len(TOKENS) + 1))
-    tokens = [dice.choice(some) for _ in range(dice.randrange(15))]
-    return Prompt(tokens, draw_extras(dice) if dice.random() < 0.3 else [])
-
-
-def draw_relative(dice: random.Random, prompt: Prompt) -> Prompt:
-    """A prompt cut, continued, with one token changed, or with other content behind some tokens."""
-    tokens = prompt.tokens[: dice.randrange(len(prompt.tokens) + 1)] if dice.random() < 0.5 else prompt.tokens[:]
-    if dice.random() < 0.4:
-        tokens += [dice.choice(TOKENS) for _ in range(dice.randrange(6))]
-    if tokens and dice.random() < 0.3:
-        tokens[dice.randrange(len(tokens))] = dice.choice(TOKENS)
-    extras = prompt.extras
-    if dice.random() < 0.3:
-        extras = draw_extras(dice) if dice.random() < 0.7 else []
-    return Prompt(tokens, extras)
-
-
-def shared_plain(row: tuple[Symbol, ...], other: tuple[Symbol, ...]) -> int:
-    n = 0
-    for mine, theirs in zip(row, other, strict=False):
-        if mine != theirs or mine[0] != "plain":
-            break
-        n += 1
-    return n
 
 
 class Model:
@@ -132,9 +75,11 @@ class Model:
 
 
 class IndexMachine(RuleBasedStateMachine):
+    nvme = False
+
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex(make_policy("lru"), reserve_blocks=16)
+        self.index = PrefixIndex(make_policy("lru"), reserve_blocks=16, nvme=self.nvme)
         self.model = Model()
         self.ids: dict[tuple[bytes, Path], int] = {}
         self.next_slot = 0
@@ -246,15 +191,25 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.slots(self.vector(keys)).tolist() == [self.model.slot[key] for key in keys]
 
 
+class NvmeIndexMachine(IndexMachine):
+    """With room for an NVMe tier that holds nothing, all answers stay the same."""
+
+    nvme = True
+
+
+MACHINES = [IndexMachine, NvmeIndexMachine]
+
+
 @pytest.fixture(params=[1 << 16, 24])
 def merge_bytes_max(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(tree_module, "_MERGE_BYTES_MAX", request.param)
     return int(request.param)
 
 
-def test_index_equals_the_dictionary(merge_bytes_max: int) -> None:
+@pytest.mark.parametrize("machine", MACHINES)
+def test_index_equals_the_dictionary(machine: type[IndexMachine], merge_bytes_max: int) -> None:
     run_state_machine_as_test(
-        IndexMachine,
+        machine,
         settings=settings(
             max_examples=50,
             stateful_step_count=30,
@@ -265,10 +220,13 @@ def test_index_equals_the_dictionary(merge_bytes_max: int) -> None:
     )
 
 
+@pytest.mark.parametrize("machine_type", MACHINES)
 @pytest.mark.parametrize("seed", range(3))
-def test_index_equals_the_dictionary_over_a_long_run(seed: int, merge_bytes_max: int) -> None:
+def test_index_equals_the_dictionary_over_a_long_run(
+    machine_type: type[IndexMachine], seed: int, merge_bytes_max: int
+) -> None:
     dice = random.Random(seed)
-    machine = IndexMachine()
+    machine = machine_type()
     machine.start([dice.getrandbits(32) for _ in range(4)])
     for _ in range(400):
         what = dice.random()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,77 +18,31 @@ from kvstore.client import Client
 from kvstore.types import KVSpec, Namespace
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import (
-    FLAG_ERROR,
     FLAG_REPLY,
     HEADER,
     HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
     Method,
     decode,
-    encode,
 )
 
-
-class Raw:
-    """A bare socket that speaks frames."""
-
-    def __init__(self, path: Any) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(10)
-        self.sock.connect(str(path))
-
-    def send(self, method: int, message: Any, request_id: int = 1) -> None:
-        self.sock.sendall(encode(method, 0, request_id, message))
-
-    def receive(self) -> tuple[int, int, int, bytes] | None:
-        """The next frame, None at the end of the stream."""
-        head = self._exactly(HEADER_BYTES)
-        if head is None:
-            return None
-        length, method, flags, request_id = HEADER.unpack(head)
-        payload = self._exactly(length)
-        assert payload is not None
-        return method, flags, request_id, payload
-
-    def _exactly(self, n: int) -> bytes | None:
-        data = b""
-        while len(data) < n:
-            try:
-                part = self.sock.recv(n - len(data))
-            except ConnectionResetError:
-                return None
-            if not part:
-                return None
-            data += part
-        return data
-
-    def error(self) -> pb.Error:
-        frame = self.receive()
-        assert frame is not None
-        assert frame[1] == FLAG_REPLY | FLAG_ERROR
-        return decode(pb.Error, frame[3])
+Dial = Callable[[Any], Any]
 
 
 @pytest.fixture
-def raw(daemon: Any) -> Iterator[Raw]:
-    connection = Raw(daemon.config.socket_path)
-    yield connection
-    connection.sock.close()
+def raw(daemon: Any, dial: Dial) -> Any:
+    return dial(daemon.config.socket_path)
 
 
-def hello(raw: Raw, **fields: Any) -> None:
-    raw.send(Method.HELLO, pb.HelloRequest(**{"version_min": 1, "version_max": 1, **fields}))
-
-
-def test_the_first_message_must_be_hello(raw: Raw) -> None:
+def test_the_first_message_must_be_hello(raw: Any) -> None:
     raw.send(Method.STATS, pb.StatsRequest())
     assert "HELLO" in raw.error().message
     assert raw.receive() is None
 
 
 @pytest.mark.parametrize("versions", [(0, 0), (2, 9)])
-def test_no_common_version_is_said_with_both_ranges(raw: Raw, versions: tuple[int, int]) -> None:
-    hello(raw, version_min=versions[0], version_max=versions[1])
+def test_no_common_version_is_said_with_both_ranges(raw: Any, versions: tuple[int, int]) -> None:
+    raw.hello(version_min=versions[0], version_max=versions[1])
     error = raw.error()
     assert error.code == pb.VERSION
     assert f"{versions[0]}..{versions[1]}" in error.message
@@ -96,8 +50,8 @@ def test_no_common_version_is_said_with_both_ranges(raw: Raw, versions: tuple[in
     assert raw.receive() is None
 
 
-def test_a_newer_client_that_still_speaks_ours_is_welcome(raw: Raw) -> None:
-    hello(raw, version_max=7)
+def test_a_newer_client_that_still_speaks_ours_is_welcome(raw: Any) -> None:
+    raw.hello(version_max=7)
     frame = raw.receive()
     assert frame is not None
     assert decode(pb.HelloReply, frame[3]).version == 1
@@ -112,16 +66,16 @@ def test_a_newer_client_that_still_speaks_ours_is_welcome(raw: Raw) -> None:
         struct.pack("<IHHQ", 0, Method.STATS, 0x80, 1),
     ],
 )
-def test_a_malformed_header_closes_the_connection(raw: Raw, header: bytes, client: Client) -> None:
-    hello(raw)
+def test_a_malformed_header_closes_the_connection(raw: Any, header: bytes, client: Client) -> None:
+    raw.hello()
     assert raw.receive() is not None
     raw.sock.sendall(header)
     assert raw.receive() is None
     assert client.stats()["sessions"] == 1
 
 
-def test_a_payload_that_is_no_message_is_answered_and_the_connection_goes_on(raw: Raw) -> None:
-    hello(raw)
+def test_a_payload_that_is_no_message_is_answered_and_the_connection_goes_on(raw: Any) -> None:
+    raw.hello()
     raw.receive()
     raw.sock.sendall(struct.pack("<IHHQ", 3, Method.LEASE, 0, 5) + b"\xff\xff\xff")
     assert "parsed" in raw.error().message
@@ -153,8 +107,8 @@ def test_a_payload_that_is_no_message_is_answered_and_the_connection_goes_on(raw
         (Method.HELLO, pb.HelloRequest(), pb.BAD_INPUT, "HELLO"),
     ],
 )
-def test_requests_that_cant_be_done_are_answered(raw: Raw, method: int, message: Any, code: int, words: str) -> None:
-    hello(raw)
+def test_requests_that_cant_be_done_are_answered(raw: Any, method: int, message: Any, code: int, words: str) -> None:
+    raw.hello()
     raw.receive()
     raw.send(method, message)
     error = raw.error()
@@ -162,23 +116,23 @@ def test_requests_that_cant_be_done_are_answered(raw: Raw, method: int, message:
     assert words in error.message
 
 
-def test_hashes_and_tokens_of_odd_lengths_are_refused(daemon: Any, client: Client) -> None:
+def test_hashes_and_tokens_of_odd_lengths_are_refused(daemon: Any, client: Client, dial: Dial) -> None:
     ns = client.open(Namespace("m", KVSpec.opaque(16, 4096)))
-    raw = Raw(daemon.config.socket_path)
-    hello(raw)
+    raw = dial(daemon.config.socket_path)
+    raw.hello()
     raw.receive()
     raw.send(Method.MATCH, pb.MatchRequest(prompt=pb.Prompt(namespace=ns.ensure_open(), rows=b"12345")))
     assert "5 bytes" in raw.error().message
     raw.sock.close()
 
 
-def test_a_region_of_another_tenant_or_writer_is_not_handed_out(daemon: Any, client: Client) -> None:
+def test_a_region_of_another_tenant_or_writer_is_not_handed_out(daemon: Any, client: Client, dial: Dial) -> None:
     ns = client.open(Namespace("m", KVSpec.opaque(16, 4096)))
     ns.put(np.arange(16), np.ones((1, 4096), np.uint8))
     region_id = next(iter(daemon.call(lambda d: list(d.store.dram.regions))))
     for tenant, writable, code in (("b", False, pb.ENDED), ("default", True, pb.BAD_INPUT)):
-        raw = Raw(daemon.config.socket_path)
-        hello(raw, tenant=tenant)
+        raw = dial(daemon.config.socket_path)
+        raw.hello(tenant=tenant)
         raw.receive()
         raw.send(Method.MAP_REGIONS, pb.MapRegionsRequest(region_ids=[region_id], writable=writable))
         assert raw.error().code == code
@@ -187,36 +141,36 @@ def test_a_region_of_another_tenant_or_writer_is_not_handed_out(daemon: Any, cli
         raw.sock.close()
 
 
-def test_a_session_can_only_be_joined_with_its_token(daemon: Any, client: Client) -> None:
-    raw = Raw(daemon.config.socket_path)
-    hello(raw, channel=pb.CHANNEL_EVENTS, session_token=b"x" * 16)
+def test_a_session_can_only_be_joined_with_its_token(daemon: Any, client: Client, dial: Dial) -> None:
+    raw = dial(daemon.config.socket_path)
+    raw.hello(channel=pb.CHANNEL_EVENTS, session_token=b"x" * 16)
     assert raw.error().code == pb.SESSION_ENDED
     raw.sock.close()
 
 
-def test_clients_that_never_say_hello_are_dropped(start_daemon: Any, wait_until: Any) -> None:
+def test_clients_that_never_say_hello_are_dropped(start_daemon: Any, wait_until: Any, dial: Dial) -> None:
     daemon = start_daemon(hello_s=0.05)
-    raw = Raw(daemon.config.socket_path)
+    raw = dial(daemon.config.socket_path)
     assert raw.receive() is None
     raw.sock.close()
 
 
-def test_too_many_clients_are_told_so(start_daemon: Any) -> None:
+def test_too_many_clients_are_told_so(start_daemon: Any, dial: Dial) -> None:
     daemon = start_daemon(max_clients=1)
     with Client(daemon.config.socket_path, timeout_s=5.0):
-        raw = Raw(daemon.config.socket_path)
-        hello(raw)
+        raw = dial(daemon.config.socket_path)
+        raw.hello()
         assert "--max-clients" in raw.error().message
         raw.sock.close()
 
 
-def test_a_queued_descriptor_is_the_one_that_was_asked_for(daemon: Any, client: Client) -> None:
+def test_a_queued_descriptor_is_the_one_that_was_asked_for(daemon: Any, client: Client, dial: Dial) -> None:
     """A client that does not read its replies must not get whatever the number stands for later."""
     ns = client.open(Namespace("m", KVSpec.opaque(16, 4096)))
     ns.put(np.arange(16), np.ones((1, 4096), np.uint8))
     region = daemon.call(lambda d: next(iter(d.store.dram.regions.values())))
-    raw = Raw(daemon.config.socket_path)
-    hello(raw)
+    raw = dial(daemon.config.socket_path)
+    raw.hello()
     raw.receive()
     before = len(list(Path("/proc/self/fd").iterdir()))
     for number in range(3000):  # more replies than the socket holds
@@ -250,10 +204,10 @@ frames = st.lists(
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=frames, greet=st.booleans())
-def test_garbage_never_hurts_the_daemon(daemon: Any, data: list[bytes], greet: bool) -> None:
-    raw = Raw(daemon.config.socket_path)
+def test_garbage_never_hurts_the_daemon(daemon: Any, data: list[bytes], greet: bool, dial: Dial) -> None:
+    raw = dial(daemon.config.socket_path)
     if greet:
-        hello(raw)
+        raw.hello()
         raw.receive()
     try:
         for part in data:

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 
 from kvstore.errors import BadInputError, EndedError, IntegrityError
+from kvstore.store import parts
 from kvstore.store import store as store_module
 from kvstore.store.requests import LeaseLimits
 from kvstore.tiers.dram import SlotState
+from tests.store.rig import Rig
 
 KIB = 1 << 10
 ALICE, BOB, EVE = 1, 2, 3
-
-Rig = Any
-"""What ``conftest.Rig`` describes."""
 
 
 def states(rig: Rig, slots: Any) -> set[int]:
@@ -184,7 +183,7 @@ def test_deadlines_of_what_is_long_gone_take_no_memory(rig: Rig) -> None:
 
 
 def test_a_session_can_not_hold_claims_without_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "CLAIMS_PER_SESSION_MAX", 3)
+    monkeypatch.setattr(parts, "CLAIMS_PER_SESSION_MAX", 3)
     prompt = rig.rows(1, tag=1)
     rig.put(ALICE, prompt)
     ids = [rig.store.lease(ALICE, prompt).id for _ in range(3)]

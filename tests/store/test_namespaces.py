@@ -12,13 +12,11 @@ from kvstore.errors import BadInputError, EndedError, SpecMismatchError
 from kvstore.store import namespaces as namespaces_module
 from kvstore.store.namespaces import Namespaces
 from kvstore.types import ExtraKey, KVGroup, KVSpec, Namespace, Root, RowKind, Shard
+from tests.store.rig import Rig
 
 ALICE, BOB, EVE = 1, 2, 3
 SPEC = KVSpec(4, (KVGroup(layers=2, kv_heads=2, head_dim=64),), page_tokens=4)
 BASE = Namespace(model="m", spec=SPEC)
-
-Rig = Any
-"""What ``conftest.Rig`` describes."""
 
 
 def other_spec(**changes: Any) -> Namespace:

@@ -9,12 +9,10 @@ import pytest
 
 from kvstore.errors import BadInputError, EndedError
 from kvstore.tiers.dram import SlotState
+from tests.store.rig import Rig
 
 KIB = 1 << 10
 ALICE, BOB, EVE = 1, 2, 3
-
-Rig = Any
-"""What ``conftest.Rig`` describes."""
 
 
 def states(rig: Rig, slots: Any) -> set[int]:

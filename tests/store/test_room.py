@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.store.rig import Rig
+
 KIB = 1 << 10
 ALICE, BOB, EVE, DAN = 1, 2, 3, 4
 
-Rig = Any
-"""What ``conftest.Rig`` describes."""
-MakeRig = Callable[..., Any]
+MakeRig = Callable[..., Rig]
 
 
 def used_part(rig: Rig) -> float:

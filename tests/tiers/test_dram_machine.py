@@ -7,7 +7,6 @@ after every step, through a reader's read-only one. The budget is added up from 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvstore.native import Mapping
 from kvstore.tiers.dram import DramTier, Reclaim
+from tests.tiers.dram_scene import region_file_bytes
 
 PAGE = 4096
 CAPACITY = 40 * PAGE
@@ -37,19 +37,6 @@ class Slot:
 
 def pattern(tag: int, size: int) -> NDArray[np.uint8]:
     return np.random.default_rng(tag).integers(0, 256, size, dtype=np.uint8)
-
-
-def region_file_bytes() -> int:
-    """Bytes of all regions whose descriptors this process has, counted once each."""
-    sizes: dict[int, int] = {}
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            if str(entry.readlink()).startswith("/memfd:kvstore-region"):
-                facts = entry.stat()
-                sizes[facts.st_ino] = facts.st_size
-        except FileNotFoundError:
-            continue  # the descriptor of this very listing
-    return sum(sizes.values())
 
 
 def as_slots(values: list[int]) -> Int64s:

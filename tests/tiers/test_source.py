@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,6 +12,7 @@ from kvstore.native import Mapping
 from kvstore.tiers import source as source_module
 from kvstore.tiers.region import Region
 from kvstore.tiers.source import RegionSource
+from tests.tiers.dram_scene import open_files
 
 MIB = 1 << 20
 PAGE = 4096
@@ -29,10 +29,6 @@ def nothing_leaks() -> Iterator[None]:
         region.close()
     _taken.clear()
     assert open_files() == before
-
-
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def filled(capacity: int, region: int = 4 * MIB, starter: int = 4 * MIB) -> RegionSource:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.lease import Reservation
+from kvstore.lease import RoomRequest
 from kvstore.metrics import Counters
 from kvstore.prefix_index.index import Evicted, PrefixIndex
 from kvstore.tiers.dram import DramTier, Reclaim
@@ -53,8 +53,8 @@ class RoomMaker:
         self.pending: PendingReclaim | None = None
         """The move under way."""
 
-    def make(self, reservation: Reservation) -> PendingReclaim | None:
-        """Evict until the reservation's slots can be allocated, or nothing more can be done without a move.
+    def make(self, request: RoomRequest) -> PendingReclaim | None:
+        """Evict until the request's slots can be allocated, or nothing more can be done without a move.
 
         First goes what lies in the writer's own regions, near the end of the policy's order. Where others'
         blocks should go long before, as many of those go too, so that an idle writer's room shrinks; its
@@ -63,28 +63,28 @@ class RoomMaker:
 
         Returns the move to be made next, or None when there is room or nothing helps.
         """
-        asker = (reservation.writer, reservation.tenant, reservation.slot_bytes)
-        short = self._short(reservation)
-        if short > 0 and reservation.evict_bytes_left < 0:
+        asker = (request.writer, request.tenant, request.slot_bytes)
+        short = self._short(request)
+        if short > 0 and request.evict_bytes_left < 0:
             leaving_bytes = self._dram.retired_mapped_bytes
-            short = self._evict_own(asker, reservation.n_wanted, short)
-            self._set_bounds(reservation, short, leaving_bytes)
+            short = self._evict_own(asker, request.n_wanted, short)
+            self._set_bounds(request, short, leaving_bytes)
         if short <= 0:
-            return self._gather_idle(reservation, asker)
-        short = self._evict_others(reservation, asker, short)
+            return self._gather_idle(request, asker)
+        short = self._evict_others(request, asker, short)
         if short > 0:
-            return None if self.is_coming(reservation) else self._plan(asker)
-        return self._gather_idle(reservation, asker)
+            return None if self.is_coming(request) else self._plan(asker)
+        return self._gather_idle(request, asker)
 
-    def is_coming(self, reservation: Reservation) -> bool:
+    def is_coming(self, request: RoomRequest) -> bool:
         """Whether it lacks room, and enough was retired for it that clients have yet to unmap."""
-        short = self._short(reservation)
-        return short > 0 and self._is_coming(reservation, short)
+        short = self._short(request)
+        return short > 0 and self._is_coming(request, short)
 
-    def _gather_idle(self, reservation: Reservation, asker: tuple[int, str, int]) -> PendingReclaim | None:
-        if reservation.moved or self._dram.free_elsewhere_bytes(*asker) <= self._idle_bytes_max:
+    def _gather_idle(self, request: RoomRequest, asker: tuple[int, str, int]) -> PendingReclaim | None:
+        if request.moved or self._dram.free_elsewhere_bytes(*asker) <= self._idle_bytes_max:
             return None
-        reservation.moved = True
+        request.moved = True
         return self._plan(asker)
 
     def _evict_own(self, asker: tuple[int, str, int], n: int, short: int) -> int:
@@ -111,14 +111,14 @@ class RoomMaker:
             short = n - self._dram.free_slots(*asker)
         return max(short, 0)
 
-    def _evict_others(self, reservation: Reservation, asker: tuple[int, str, int], short: int) -> int:
+    def _evict_others(self, request: RoomRequest, asker: tuple[int, str, int], short: int) -> int:
         step = short
-        while short > 0 and reservation.evict_bytes_left > 0 and not self._is_coming(reservation, short):
+        while short > 0 and request.evict_bytes_left > 0 and not self._is_coming(request, short):
             evicted = self._index.evict(step)
             if not len(evicted.ids):
                 break
-            reservation.evict_bytes_left = max(reservation.evict_bytes_left - self._free(evicted, asker), 0)
-            before, short = short, self._short(reservation)
+            request.evict_bytes_left = max(request.evict_bytes_left - self._free(evicted, asker), 0)
+            before, short = short, self._short(request)
             # Nothing gained: the victims lie in regions of others. Take larger steps towards a whole region.
             step = short if short < before else 2 * step
         return short
@@ -128,6 +128,7 @@ class RoomMaker:
         self._dram.free(evicted.slots)
         self._dram.retire_empty(keep_for=asker)
         self._counters.add("evicted_blocks", len(evicted.ids))
+        self._counters.add("dropped_blocks", int(evicted.gone.sum()))
         return sum(map(self._dram.slot_bytes, evicted.size_bytes.tolist()))
 
     def finish(self, pending: PendingReclaim) -> None:
@@ -148,20 +149,20 @@ class RoomMaker:
         self._index.unpin(pending.ids)
         self.pending = None
 
-    def _short(self, reservation: Reservation) -> int:
-        asker = (reservation.writer, reservation.tenant, reservation.slot_bytes)
-        return reservation.n_wanted - self._dram.free_slots(*asker)
+    def _short(self, request: RoomRequest) -> int:
+        asker = (request.writer, request.tenant, request.slot_bytes)
+        return request.n_wanted - self._dram.free_slots(*asker)
 
-    def _set_bounds(self, reservation: Reservation, short: int, leaving_bytes: int) -> None:
+    def _set_bounds(self, request: RoomRequest, short: int, leaving_bytes: int) -> None:
         # Regions that others were made to leave will be room soon: nobody's blocks go twice for it. But a
         # client may be long in leaving, so that evicting as much as is to be written goes on meanwhile.
-        reservation.leaving_bytes_before = leaving_bytes
-        reservation.evict_bytes_left = short * reservation.slot_bytes + max(self._spare_bytes - leaving_bytes, 0)
+        request.leaving_bytes_before = leaving_bytes
+        request.evict_bytes_left = short * request.slot_bytes + max(self._spare_bytes - leaving_bytes, 0)
 
-    def _is_coming(self, reservation: Reservation, short: int) -> bool:
+    def _is_coming(self, request: RoomRequest, short: int) -> bool:
         """Whether enough was retired for this reservation; clients that map it have yet to leave."""
-        leaving_bytes = self._dram.retired_mapped_bytes - reservation.leaving_bytes_before
-        return leaving_bytes >= short * reservation.slot_bytes
+        leaving_bytes = self._dram.retired_mapped_bytes - request.leaving_bytes_before
+        return leaving_bytes >= short * request.slot_bytes
 
     def _plan(self, asker: tuple[int, str, int]) -> PendingReclaim | None:
         if self.pending is not None:

@@ -1,0 +1,132 @@
+"""What a replay or a simulation is asked for: the requests, the tiers' room, the clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvstore.bench import workload as work
+from kvstore.bench.generate import ConversationOptions, generate_trace
+from kvstore.bench.trace import load_trace
+from kvstore.bench.workload import Workload
+from kvstore.config import MIB, WRITE_POLICIES
+from kvstore.errors import BadInputError
+from kvstore.types import MAX_BLOCK_BYTES
+
+MAX_CLIENTS = 256
+DEFAULT_CAPACITY_PERCENT = 5.0
+DEFAULT_DURABLE_EVERY = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What to replay and how. Without ``trace`` the conversations are generated.
+
+    ``capacity_percent`` and ``capacity_blocks`` are the room in DRAM, in % of the unique blocks or in blocks, not
+    both. When neither is given it is 5%, but at least what the smallest daemon holds. ``nvme_percent`` and
+    ``nvme_blocks`` are the same for NVMe; without them there is no such tier.
+
+    ``durable_every``: after so many requests a client waits until their blocks are durable (0: never; None: 16 with
+    NVMe). It paces the clients, who replay far faster than an engine would compute, to what the disk can take.
+    ``kill_at``: SIGKILL the daemon and start it again when this share of the requests is done.
+    """
+
+    trace: Path | None = None
+    conversations: ConversationOptions = field(default_factory=ConversationOptions)
+    policy: str = "lru"
+    capacity_percent: float | None = None
+    capacity_blocks: int | None = None
+    nvme_percent: float | None = None
+    nvme_blocks: int | None = None
+    write_policy: str = "through"
+    block_bytes: int = 64 << 10
+    block_tokens: int | None = None
+    clients: int = 1
+    limit: int | None = None
+    seed: int = 0
+    timeout_s: float = 10.0
+    durable_every: int | None = None
+    kill_at: float | None = None
+
+    def __post_init__(self) -> None:
+        for tier in ("capacity", "nvme"):
+            percent, blocks = getattr(self, f"{tier}_percent"), getattr(self, f"{tier}_blocks")
+            if percent is not None and blocks is not None:
+                raise BadInputError(f"give {tier} in percent or in blocks, not both")
+            if percent is not None:
+                work.capacity_blocks(1, percent)
+        for name, most in (("block_bytes", MAX_BLOCK_BYTES), ("clients", MAX_CLIENTS)):
+            if not 1 <= getattr(self, name) <= most:
+                option = f"--{name.replace('_', '-')}"
+                raise BadInputError(f"{name} ({option}) is {getattr(self, name)}; it must be from 1 to {most}")
+        for name in ("capacity_blocks", "nvme_blocks", "limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BadInputError(f"{name} is {value}; it must be at least 1")
+        self._check_durability()
+
+    def _check_durability(self) -> None:
+        if self.write_policy not in WRITE_POLICIES:
+            raise BadInputError(f"write_policy is {self.write_policy!r}; known are {', '.join(WRITE_POLICIES)}")
+        if self.durable_every is not None and self.durable_every < 0:
+            raise BadInputError(f"durable_every is {self.durable_every}; it must be at least 1, or 0 for never")
+        if self.kill_at is None:
+            return
+        if not 0 < self.kill_at < 1:
+            raise BadInputError(f"kill_at (--kill-at) is {self.kill_at!r}; it must be between 0 and 1")
+        if not self.has_nvme:
+            raise BadInputError("kill_at needs a tier that outlives the daemon: give --nvme-percent or --nvme-blocks")
+        if self.policy != "lru":
+            raise BadInputError(
+                f"kill_at checks what LRU must have kept, the policy is {self.policy!r}: use --policy lru"
+            )
+        if not self.waits_every:
+            raise BadInputError("kill_at checks what was acknowledged durable: give --durable-every 1 or more")
+
+    @property
+    def has_nvme(self) -> bool:
+        """Whether there is an NVMe tier."""
+        return self.nvme_percent is not None or self.nvme_blocks is not None
+
+    @property
+    def waits_every(self) -> int:
+        """``durable_every`` in force."""
+        if self.durable_every is None:
+            return DEFAULT_DURABLE_EVERY if self.has_nvme else 0
+        return self.durable_every
+
+    def load(self) -> Workload:
+        """Read or generate the requests; blocks. Raises TraceError for a file that can't be used."""
+        if self.trace is not None:
+            return load_trace(self.trace, self.limit, self.block_tokens)
+        return generate_trace(self.conversations, self.limit)
+
+    def capacity(self, workload: Workload) -> int:
+        """Room in DRAM, in blocks."""
+        if self.capacity_blocks is not None:
+            return self.capacity_blocks
+        if self.capacity_percent is not None:
+            return work.capacity_blocks(workload.unique_blocks, self.capacity_percent)
+        least = MIB // work.dram_capacity_bytes(1, self.block_bytes)
+        return max(work.capacity_blocks(workload.unique_blocks, DEFAULT_CAPACITY_PERCENT), least)
+
+    def nvme_capacity(self, workload: Workload) -> int | None:
+        """Room on NVMe, in blocks; None without such a tier."""
+        if self.nvme_percent is not None:
+            return work.capacity_blocks(workload.unique_blocks, self.nvme_percent)
+        return self.nvme_blocks
+
+    def dram_bytes(self, workload: Workload) -> int:
+        """What the DRAM tier of the daemon must be given for that room.
+
+        Raises BadInputError if that is less than a daemon can have.
+        """
+        blocks = self.capacity(workload)
+        n_bytes = work.dram_capacity_bytes(blocks, self.block_bytes)
+        if n_bytes < MIB:
+            least = -(-MIB * blocks // n_bytes)
+            raise BadInputError(
+                f"a capacity of {blocks} blocks of {self.block_bytes} bytes is below a daemon's least, 1 MiB"
+                f": replay more requests, or give --capacity-blocks {least} or more"
+            )
+        return n_bytes

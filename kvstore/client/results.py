@@ -1,0 +1,73 @@
+"""What a client's calls return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest stored prefix of a prompt: whole blocks, and tokens of one further block."""
+
+    n_blocks: int
+    n_tokens: int
+    partial_tokens: int
+    reason: str = ""
+    """Why nothing is known, if the daemon could not be asked."""
+    n_dram_blocks: int = 0
+    """Leading whole blocks that are in DRAM: what a lease gives without waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """What became of the blocks of a put; the first four counts add up to the blocks given."""
+
+    n_present: int
+    n_stored: int
+    n_duplicate: int
+    n_skipped: int
+    reason: str = ""
+    n_durable: int = 0
+    """Leading ones of them that a crash can't take any more; only known with ``durable_within_s``."""
+
+
+@dataclass(frozen=True, slots=True)
+class GetResult:
+    """Blocks copied, and how many tokens of the prompt they and the blocks before them cover."""
+
+    n_blocks: int
+    n_tokens: int
+    reason: str = ""
+    n_pending: int = 0
+    """Blocks that match too, but were not in DRAM in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """How much of a prompt is stored (whole blocks), in DRAM (leading ones), and on its way there."""
+
+    n_blocks: int
+    n_ready: int
+    n_pending: int
+    eta_s: float
+    """A guess when the last of them is there, in seconds from now."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """How much of a prompt is stored, durable (leading blocks), and still to be written."""
+
+    n_blocks: int
+    n_durable: int
+    n_pending: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """Blocks kept from eviction until ``unpin`` or the end of their time."""
+
+    id: int
+    n_blocks: int
+    ttl_s: float

@@ -1,0 +1,429 @@
+"""Offloading: DRAM blocks are written to NVMe behind the back of whoever stored them.
+
+    through       every block, once it is committed
+    selective     a block at its n-th access
+    back          what the eviction policy would give up next, ahead of its eviction
+
+A block never goes without its ancestors, and they go first. While it waits it stays in DRAM, pinned and
+readable. The queue is bounded: what doesn't fit, or can't be written now, is skipped and counted; a later
+access of the block offers it again. Nobody who stores a block waits for the disk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.clock import Clock
+from kvstore.compression.frame import FrameLayout, FrameRow
+from kvstore.jobs import Job, Jobs, Lane
+from kvstore.metrics import Counters
+from kvstore.native import aligned_bytes, row_addresses
+from kvstore.prefix_index.block_table import DRAM, NO_PARENT, NVME, At, Ids
+from kvstore.prefix_index.index import PrefixIndex
+from kvstore.tiers.dram import DramTier
+from kvstore.tiers.nvme.compaction import CompactJob
+from kvstore.tiers.nvme.jobs import WriteJob
+from kvstore.tiers.nvme.tier import NvmeTier
+from kvstore.waiting import Awaited, Waiters
+
+WRITES_MAX = 2
+"""Batches on their way: one is written while another is named."""
+WRITE_BYTES_MAX = 32 << 20
+CLEAN_SHARE = 8
+"""Under ``back`` about this part of the DRAM tier is kept ready to be evicted without loss."""
+CLEAN_BLOCKS_MAX = 1024
+
+
+class WritePolicy(StrEnum):
+    """When a block is written to NVMe; see the module."""
+
+    THROUGH = "through"
+    BACK = "back"
+    SELECTIVE = "selective"
+
+
+@dataclass(slots=True)
+class _Part:
+    """Frames of one namespace in a batch."""
+
+    layout: FrameLayout
+    number: int
+    ids: Ids
+    slots: NDArray[np.int64]
+    keys: NDArray[np.uint8]
+    parents: NDArray[np.uint8]
+    firsts: NDArray[np.bool_]
+    rows: list[FrameRow]
+    log_seqs: NDArray[np.int64]
+    headers: NDArray[np.uint8]
+    payloads: NDArray[np.uint64]
+
+    def encode(self) -> None:
+        self.layout.encode_headers(
+            self.keys, self.parents, self.rows, self.log_seqs, self.payloads, self.firsts, self.headers
+        )
+
+    def buffers(self) -> list[tuple[tuple[int, int], ...]]:
+        header_bytes = self.layout.header_bytes
+        payload_bytes = self.layout.frame_bytes - header_bytes
+        heads, payloads = row_addresses(self.headers).tolist(), self.payloads.tolist()
+        return [((h, header_bytes), (p, payload_bytes)) for h, p in zip(heads, payloads, strict=True)]
+
+
+@dataclass(slots=True, eq=False)
+class _Writing:
+    """A batch on its way. ``run`` is the worker's part."""
+
+    parts: list[_Part]
+    job: WriteJob
+    since_s: float
+    n_bytes: int
+    written: bool = False
+    naming: bool = False
+    late: bool = False
+    ids: Ids = field(init=False)
+    slots: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ids = np.concatenate([part.ids for part in self.parts])
+        self.slots = np.concatenate([part.slots for part in self.parts])
+
+    def run(self) -> None:
+        for part in self.parts:
+            part.encode()
+        self.job.write()
+
+
+class Persist(Awaited):
+    """What a request that wants durable blocks waits for."""
+
+
+class Offloader:
+    """Writes DRAM blocks to NVMe. Called on the store's thread only; see ``Job`` for the rest."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        dram: DramTier,
+        nvme: NvmeTier,
+        layout_of: Callable[[int], FrameLayout],
+        number_of: Callable[[int], int],
+        jobs: Jobs,
+        counters: Counters,
+        clock: Clock,
+        policy: WritePolicy,
+        hits: int,
+        queue_bytes_max: int,
+        io_timeout_s: float,
+    ) -> None:
+        """``layout_of``, ``number_of``: frames and catalog number of a namespace, by its number in the block table.
+
+        ``hits``: at which access ``selective`` writes.
+        """
+        self._index = index
+        self._dram = dram
+        self._nvme = nvme
+        self._layout_of = layout_of
+        self._number_of = number_of
+        self._jobs = jobs
+        self._counters = counters
+        self._clock = clock
+        self._policy = policy
+        self._hits = hits
+        self._queue_bytes_max = queue_bytes_max
+        self._io_timeout_s = io_timeout_s
+        self._queue: deque[int] = deque()
+        self._pending: dict[int, int] = {}
+        """Blocks queued or being written, each with the ancestor on NVMe that must stay for it, or -1."""
+        self._pending_bytes = 0
+        self._writes: deque[_Writing] = deque()
+        self._waiters = Waiters()
+        self._persists: set[Persist] = set()
+        self._compacting: CompactJob | None = None
+        self._cleaned_at = -1.0
+
+    @property
+    def suspended(self) -> bool:
+        """Nothing can be written for now: the disk is full, failing or stuck."""
+        return not self._nvme.may_write or any(writing.late for writing in self._writes)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits to be written."""
+        return not self._pending and self._compacting is None
+
+    # What to write -------------------------------------------------------------------------------
+
+    def committed(self, ids: Ids) -> None:
+        """These blocks of one path are new, or were stored again."""
+        if self._policy is WritePolicy.THROUGH:
+            self.add(ids)
+
+    def accessed(self, ids: At) -> None:
+        """One access of a path, in this order, has been counted."""
+        if self._policy is WritePolicy.BACK or not len(ids):
+            return
+        table, at = self._index.table, ids.astype(np.intp)
+        wanted = self._index.resident(ids, DRAM) & ~self._index.resident(ids, NVME)
+        if self._policy is WritePolicy.SELECTIVE:
+            wanted &= table.hits[at] >= self._hits
+        if wanted.any():
+            self.add(ids[wanted].astype(np.uint32))
+
+    def add(self, ids: Ids) -> None:
+        """Queue blocks and those of their ancestors that are not on NVMe; skip and count what does not fit."""
+        chain = self._index.chain_unpersisted(ids)
+        new = [block for block in chain.tolist() if block not in self._pending]
+        if not new:
+            return
+        if self.suspended:
+            self._counters.add("offload_skipped_blocks", len(new))
+            return
+        for at, block in enumerate(new):
+            frame_bytes = self._frame_bytes(block)
+            if self._pending_bytes + frame_bytes > self._queue_bytes_max:
+                # Those behind it may be its children: they can't be written before it.
+                self._counters.add("offload_skipped_blocks", len(new) - at)
+                new = new[:at]
+                break
+            self._pending_bytes += frame_bytes
+            self._pending[block] = self._anchor(block)
+        if new:
+            self._index.pin(np.array(new, np.uint32))
+            self._queue.extend(new)
+            self.pump()
+
+    def begin_persist(self, ids: Ids) -> Persist:
+        """Have blocks of one path written whatever the policy; pins them until ``end_persist``."""
+        self._index.pin(ids)
+        self.add(ids[self._index.resident(ids, DRAM)])
+        persist = Persist(ids, [block for block in ids.tolist() if block in self._pending])
+        self._waiters.add(persist)
+        self._persists.add(persist)
+        return persist
+
+    def end_persist(self, persist: Persist) -> None:
+        """Nobody waits for it any more. Idempotent; the writing goes on."""
+        if persist in self._persists:
+            self._persists.remove(persist)
+            self._waiters.remove(persist)
+            self._index.unpin(persist.ids)
+
+    def n_durable(self, persist: Persist) -> int:
+        """How many of its leading blocks are durable now."""
+        durable = self._index.resident(persist.ids, NVME)
+        return int(durable.argmin()) if not durable.all() else len(durable)
+
+    # Progress ------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Hand out what can be written now."""
+        if self.suspended:
+            self._drop_queue()
+        while len(self._writes) < WRITES_MAX and self._queue and self._start():
+            pass
+        if self._compacting is None and (job := self._nvme.begin_compact()) is not None:
+            self._compacting = job
+            self._jobs.append(Job(Lane.WRITE, job.run, self._compacted))
+
+    def tick(self, now_s: float) -> None:
+        """Let those go on who wait for a write that has not returned in its time; look for blocks to clean."""
+        for writing in self._writes:
+            if not writing.late and now_s - writing.since_s > self._io_timeout_s:
+                writing.late = True
+                self._counters.add("offload_late_writes")
+                self._waiters.settle(writing.ids.tolist())
+        if self._policy is WritePolicy.BACK:
+            self.clean()
+        self.pump()
+
+    def clean(self) -> None:
+        """Queue what would be evicted next, unless nothing was evicted since it was last looked at."""
+        evicted = self._counters["evicted_blocks"] + self._counters["committed_blocks"]
+        if evicted == self._cleaned_at or self.suspended or self._pending_bytes > self._queue_bytes_max // 2:
+            return
+        self._cleaned_at = evicted
+        ids = self._index.coldest(CLEAN_BLOCKS_MAX)
+        most_bytes = self._dram.capacity_bytes // CLEAN_SHARE
+        ahead = np.cumsum(self._index.table.size_bytes[ids.astype(np.intp)], dtype=np.int64)
+        ids = ids[: max(1, int(np.searchsorted(ahead, most_bytes)))]
+        dirty = ids[~self._index.resident(ids, NVME)]
+        if len(dirty):
+            self.add(dirty)
+
+    def drain(self) -> bool:
+        """Before the end: queue what only DRAM holds, whatever the policy; True once nothing is left to write.
+
+        Call it again after each job. Looks at the whole table.
+        """
+        if self.suspended:
+            return True
+        if self._pending_bytes <= self._queue_bytes_max // 2:
+            table, alive = self._index.table, self._index.table.alive()
+            ids = alive[self._index.resident(alive, DRAM) & ~self._index.resident(alive, NVME)]
+            ids = ids[np.argsort(-table.rank[ids], kind="stable")]
+            fits = np.cumsum(table.size_bytes[ids], dtype=np.int64) <= self._queue_bytes_max // 2
+            self.add(ids[fits])
+        return self.idle
+
+    def _start(self) -> bool:
+        """Send the next batch; False if it has to wait for the tier to gather free room."""
+        parts: list[_Part] = []
+        n_bytes = 0
+        while self._queue and n_bytes < WRITE_BYTES_MAX:
+            run, layout = self._next_run(WRITE_BYTES_MAX - n_bytes)
+            slots = self._room_for(layout.frame_bytes, len(run))
+            self._queue.extendleft(reversed(run[len(slots) :]))
+            if len(slots):
+                parts.append(self._part(np.array(run[: len(slots)], np.uint32), slots, layout))
+                n_bytes += len(slots) * layout.frame_bytes
+            if len(slots) < len(run):
+                break
+        if not parts:
+            return False
+        job = self._nvme.begin_write(
+            np.concatenate([part.slots for part in parts]),
+            np.concatenate([part.keys for part in parts]),
+            np.concatenate([part.parents for part in parts]),
+            np.concatenate([np.full(len(part.ids), part.number, np.uint32) for part in parts]),
+            np.concatenate([np.full(len(part.ids), part.layout.payload_bytes, np.uint32) for part in parts]),
+            [pieces for part in parts for pieces in part.buffers()],
+        )
+        writing = _Writing(parts, job, self._clock.now_s(), n_bytes)
+        self._writes.append(writing)
+        self._jobs.append(Job(Lane.WRITE, writing.run, lambda: self._written(writing), n_bytes))
+        return True
+
+    def _next_run(self, most_bytes: int) -> tuple[list[int], FrameLayout]:
+        """Take blocks of one namespace from the head of the queue."""
+        namespaces = self._index.table.namespace
+        namespace = int(namespaces[self._queue[0]])
+        layout = self._layout_of(namespace)
+        most = max(1, most_bytes // layout.frame_bytes)
+        run: list[int] = []
+        while self._queue and len(run) < most and namespaces[self._queue[0]] == namespace:
+            run.append(self._queue.popleft())
+        return run, layout
+
+    def _room_for(self, frame_bytes: int, n: int) -> NDArray[np.int64]:
+        """Places for up to ``n`` frames, at the cost of what the policy values least on NVMe."""
+        while (short := self._nvme.short_of(frame_bytes, n)) > 0:
+            evicted = self._index.evict_nvme(short)
+            if not len(evicted.ids):
+                break
+            self._nvme.free(evicted.slots)
+            self._counters.add("nvme_evicted_blocks", len(evicted.ids))
+            self._counters.add("nvme_dropped_blocks", int(evicted.gone.sum()))
+        return self._nvme.allocate(frame_bytes, n)
+
+    def _part(self, ids: Ids, slots: NDArray[np.int64], layout: FrameLayout) -> _Part:
+        table, at = self._index.table, ids.astype(np.intp)
+        return _Part(
+            layout,
+            self._number_of(int(table.namespace[at[0]])),
+            ids,
+            slots,
+            table.key[at],
+            self._index.parent_keys(ids),
+            table.parent[at] == NO_PARENT,
+            [FrameRow(*row) for row in self._index.frame_rows(ids)],
+            self._nvme.log_seqs(slots),
+            aligned_bytes(len(ids) * layout.header_bytes).reshape(len(ids), layout.header_bytes),
+            self._dram.addresses(table.slot[at]),
+        )
+
+    def _written(self, writing: _Writing) -> None:
+        """Data is on disk or has failed. Names follow in the order in which the batches began."""
+        writing.written = True
+        for each in self._writes:
+            if not each.written:
+                break
+            if not each.naming:
+                each.naming = True
+                self._jobs.append(Job(Lane.CATALOG, each.job.name, lambda each=each: self._named(each)))  # type: ignore[misc]
+
+    def _named(self, writing: _Writing) -> None:
+        self._writes.remove(writing)
+        finished = self._nvme.finish_write(writing.job)
+        live = finished.copy()
+        # The copy of an ancestor may have broken meanwhile.
+        live[live] = joins = self._index.may_join_nvme(writing.ids[live])
+        self._nvme.free(writing.slots[finished][~joins])
+        self._index.add_nvme(writing.ids[live], writing.slots[live])
+        n_live = int(live.sum())
+        self._counters.add("offloaded_blocks", n_live)
+        self._counters.add("offloaded_bytes", writing.n_bytes if n_live == len(live) else 0)
+        self._counters.add("offload_failed_blocks", len(live) - n_live)
+        self._settle(writing.ids.tolist())
+        self.pump()
+
+    def _compacted(self) -> None:
+        if self._compacting is not None:
+            lost = self._nvme.finish_compact(self._compacting)
+            self._compacting = None
+            if len(lost):
+                self._lose(lost)
+        self.pump()
+
+    def _lose(self, slots: NDArray[np.int64]) -> None:
+        """These frames can't be read. Looks at the whole table."""
+        table = self._index.table
+        ids = np.flatnonzero(np.isin(table.nvme_slot[: table.n_used], slots)).astype(np.uint32)
+        self._nvme.quarantine(self._index.break_nvme(ids[self._index.resident(ids, NVME)]))
+
+    def _drop_queue(self) -> None:
+        if self._queue:
+            self._counters.add("offload_skipped_blocks", len(self._queue))
+            blocks = list(self._queue)
+            self._queue.clear()
+            self._settle(blocks)
+
+    def _settle(self, blocks: list[int]) -> None:
+        """These blocks are no longer pending, for better or worse."""
+        index = self._index
+        for block in blocks:
+            self._pending_bytes -= self._frame_bytes(block)
+            anchor = self._pending.pop(block)
+            if anchor >= 0:
+                index.unpin(np.array([anchor], np.uint32))
+        index.unpin(np.array(blocks, np.uint32))
+        self._waiters.settle(blocks)
+
+    def _anchor(self, block: int) -> int:
+        """The parent of a block, pinned, if its NVMe copy could go before the block has its own."""
+        parent = int(self._index.table.parent[block])
+        if parent == NO_PARENT or parent in self._pending:
+            return -1
+        self._index.pin(np.array([parent], np.uint32))
+        return parent
+
+    def _frame_bytes(self, block: int) -> int:
+        return self._layout_of(int(self._index.table.namespace[block])).frame_bytes
+
+    # Facts ---------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float]:
+        """Gauges."""
+        return {
+            "writes": len(self._writes),
+            "queued_blocks": len(self._queue),
+            "pending_blocks": len(self._pending),
+            "pending_bytes": self._pending_bytes,
+            "suspended": float(self.suspended),
+        }
+
+    def pinned(self) -> list[At]:
+        """What is pinned in the index for it, one entry a pin."""
+        anchors = [np.array([anchor], np.uint32) for anchor in self._pending.values() if anchor >= 0]
+        pins: list[At] = [np.array(list(self._pending), np.uint32), *anchors]
+        return pins + [persist.ids for persist in self._persists]
+
+    def written_slots(self) -> list[NDArray[np.int64]]:
+        """NVMe slots that are being written."""
+        return [writing.slots for writing in self._writes]

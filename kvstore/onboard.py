@@ -1,0 +1,296 @@
+"""Onboarding: blocks that lie on NVMe only are read into DRAM slots, once for all who wait for them.
+
+A block is read straight into the slot where it will be served from, compared with the checksums and keys
+of its frame, and becomes visible only then. What can't be read or does not verify is a miss for exactly
+that block: its copy is quarantined, and whoever computes it again stores it anew.
+
+Reads go out in batches, the blocks of a request in the order of its prompt, so that waiting for a part of
+them pays off. A read that does not return counts as failed for those who wait once its time is up, and
+nothing new is read before it has returned: the disk is stuck.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.clock import Clock
+from kvstore.compression.frame import FrameLayout
+from kvstore.jobs import Job, Jobs, Lane
+from kvstore.metrics import Counters
+from kvstore.native import aligned_bytes, row_addresses
+from kvstore.prefix_index.block_table import DRAM, NVME, At, Ids
+from kvstore.prefix_index.index import PrefixIndex
+from kvstore.room import PendingReclaim, RoomMaker
+from kvstore.tiers.dram import DAEMON_WRITER, DramTier
+from kvstore.tiers.nvme.jobs import ReadJob
+from kvstore.tiers.nvme.tier import NvmeTier
+from kvstore.waiting import Awaited, Waiters
+
+READS_MAX = 4
+READ_BYTES_MAX = 8 << 20
+ROOM_WAIT_S = 0.1
+"""How long blocks wait for clients to unmap what was retired for them, as a reservation does."""
+
+_FIRST_GUESS_BYTES_PER_S = 1e9
+_RATE_SHARE = 0.2
+
+
+@dataclass(slots=True)
+class _Room:
+    """See ``lease.RoomRequest``: slots that the daemon itself is going to fill."""
+
+    tenant: str
+    slot_bytes: int
+    n_wanted: int
+    writer: int = DAEMON_WRITER
+    evict_bytes_left: int = -1
+    leaving_bytes_before: int = 0
+    moved: bool = False
+
+
+@dataclass(slots=True)
+class _Group:
+    """Blocks of one request that are to be read, in prompt order."""
+
+    tenant: str
+    layout: FrameLayout
+    ids: deque[int]
+    since_s: float
+    room: _Room | None = None
+    room_since_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """A batch on its way. ``run`` is the worker's part."""
+
+    ids: Ids
+    slots: NDArray[np.int64]
+    nvme_slots: NDArray[np.int64]
+    layout: FrameLayout
+    headers: NDArray[np.uint8]
+    payloads: NDArray[np.uint64]
+    keys: NDArray[np.uint8]
+    parents: NDArray[np.uint8]
+    job: ReadJob
+    since_s: float
+    n_bytes: int
+    verified: NDArray[np.bool_] = field(init=False)
+    late: bool = False
+
+    def run(self) -> None:
+        self.job.run()
+        self.verified = self.layout.verify(self.headers, self.payloads, self.keys, self.parents)
+
+
+class Load(Awaited):
+    """What one request waits for. ``read_ids`` were not in DRAM; ``eta_s`` is the guess made when it began."""
+
+    def __init__(self, ids: At, waiting: Iterable[int], read_ids: At, eta_s: float) -> None:
+        super().__init__(ids, waiting)
+        self.read_ids = read_ids
+        self.eta_s = eta_s
+
+
+class Onboarder:
+    """Reads from NVMe to DRAM over one index. Called on the store's thread only; see ``Job`` for the rest."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        dram: DramTier,
+        nvme: NvmeTier,
+        room: RoomMaker,
+        layout_of: Callable[[int], FrameLayout],
+        jobs: Jobs,
+        counters: Counters,
+        clock: Clock,
+        io_timeout_s: float,
+    ) -> None:
+        """``layout_of``: the frames of a namespace, by its number in the block table."""
+        self._index = index
+        self._dram = dram
+        self._nvme = nvme
+        self._room = room
+        self._layout_of = layout_of
+        self._jobs = jobs
+        self._counters = counters
+        self._clock = clock
+        self._io_timeout_s = io_timeout_s
+        self._queue_bytes_max = dram.capacity_bytes // 2
+        self._groups: deque[_Group] = deque()
+        self._reads: list[_Reading] = []
+        self._under_way: set[int] = set()
+        self._waiters = Waiters()
+        self._loads: set[Load] = set()
+        self._queued_bytes = 0
+        self._bytes_per_s = _FIRST_GUESS_BYTES_PER_S
+
+    @property
+    def stuck(self) -> bool:
+        """A read has not returned in its time. Nothing is read until it has."""
+        return any(reading.late for reading in self._reads)
+
+    # Requests ------------------------------------------------------------------------------------
+
+    def begin(self, tenant: str, namespace: int, ids: At, read_ids: At) -> Load:
+        """Start reading those of ``read_ids`` (in prompt order, none of them in DRAM) that nobody reads yet.
+
+        Blocks that can't be queued are not waited for. The load pins all ``ids`` until ``end``.
+        """
+        self._index.pin(ids)
+        wanted = read_ids.tolist()
+        layout = self._layout_of(namespace)
+        new = [] if self.stuck else [block for block in wanted if block not in self._under_way]
+        room = max(self._queue_bytes_max - self._queued_bytes, 0) // layout.frame_bytes
+        if len(new) > room:
+            self._counters.add("onboard_refused_blocks", len(new) - room)
+            new = new[:room]
+        if new:
+            self._index.pin(np.array(new, np.uint32))
+            self._under_way.update(new)
+            self._queued_bytes += len(new) * layout.frame_bytes
+            self._groups.append(_Group(tenant, layout, deque(new), self._clock.now_s()))
+        waiting = [] if self.stuck else [block for block in wanted if block in self._under_way]
+        load = Load(ids, waiting, read_ids, self._queued_bytes / self._bytes_per_s)
+        self._waiters.add(load)
+        self._loads.add(load)
+        self.pump()
+        return load
+
+    def end(self, load: Load) -> None:
+        """The request has what it got, or waits no longer. Idempotent; the reading itself goes on."""
+        if load in self._loads:
+            self._loads.remove(load)
+            self._waiters.remove(load)
+            self._index.unpin(load.ids)
+
+    # Progress ------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Hand out what can be read now."""
+        while self._groups and len(self._reads) < READS_MAX and not self.stuck and self._advance(self._groups[0]):
+            pass
+
+    def tick(self, now_s: float) -> None:
+        """Let those go on who wait for a read that has not returned in its time."""
+        for reading in self._reads:
+            if not reading.late and now_s - reading.since_s > self._io_timeout_s:
+                reading.late = True
+                self._counters.add("onboard_late_reads")
+                self._waiters.settle(reading.ids.tolist())
+        while self._groups and (self.stuck or now_s - self._groups[0].since_s > self._io_timeout_s):
+            group = self._groups.popleft()
+            self._counters.add("onboard_refused_blocks", len(group.ids))
+            self._give_up(group, len(group.ids))
+        self.pump()
+
+    def _advance(self, group: _Group) -> bool:
+        """Read the next blocks of a group; False if that must wait for room."""
+        now_s = self._clock.now_s()
+        n = min(len(group.ids), max(1, READ_BYTES_MAX // group.layout.frame_bytes))
+        if group.room is None:
+            slot_bytes = self._dram.slot_bytes(group.layout.payload_bytes)
+            group.room, group.room_since_s = _Room(group.tenant, slot_bytes, n), now_s
+        room = group.room
+        pending = self._room.make(room)
+        if pending is not None:
+            self._jobs.append(Job(Lane.READ, pending.copy, lambda: self._moved(pending)))
+            return False
+        may_come = self._room.pending is not None or self._room.is_coming(room)
+        short = self._dram.free_slots(DAEMON_WRITER, room.tenant, room.slot_bytes) < n
+        if short and may_come and now_s - group.room_since_s < ROOM_WAIT_S:
+            return False
+        slots = self._dram.allocate(DAEMON_WRITER, room.tenant, room.slot_bytes, n)
+        group.room = None
+        if len(slots):
+            self._start(group, np.array([group.ids.popleft() for _ in slots], np.uint32), slots)
+        if len(slots) < n:
+            # What comes behind a missing block is of no use to the one who asked.
+            self._counters.add("onboard_no_room_blocks", len(group.ids))
+            self._give_up(group, len(group.ids))
+        if not group.ids:
+            self._groups.popleft()
+        return True
+
+    def _moved(self, pending: PendingReclaim) -> None:
+        self._room.finish(pending)
+        self.pump()
+
+    def _start(self, group: _Group, ids: Ids, slots: NDArray[np.int64]) -> None:
+        table, layout = self._index.table, group.layout
+        at = ids.astype(np.intp)
+        headers = aligned_bytes(len(ids) * layout.header_bytes).reshape(len(ids), layout.header_bytes)
+        payloads = self._dram.addresses(slots)
+        nvme_slots = table.nvme_slot[at]
+        n_bytes = len(ids) * layout.frame_bytes
+        job = self._nvme.begin_read(
+            nvme_slots, row_addresses(headers), payloads, layout.header_bytes, layout.frame_bytes - layout.header_bytes
+        )
+        reading = _Reading(
+            ids, slots, nvme_slots, layout, headers, payloads, table.key[at], self._index.parent_keys(ids), job,
+            self._clock.now_s(), n_bytes,
+        )  # fmt: skip
+        self._reads.append(reading)
+        self._jobs.append(Job(Lane.READ, reading.run, lambda: self._finish(reading), n_bytes))
+
+    def _finish(self, reading: _Reading) -> None:
+        ids, slots, index = reading.ids, reading.slots, self._index
+        in_parallel = len(self._reads)
+        self._reads.remove(reading)
+        arrived = self._nvme.finish_read(reading.job)
+        good = arrived & reading.verified
+        # A client may have stored the same block again meanwhile.
+        fresh = good & ~index.resident(ids, DRAM)
+        self._dram.commit(slots[fresh], ids[fresh].astype(np.int64))
+        index.add_dram(ids[fresh], slots[fresh])
+        self._dram.free(slots[~fresh])
+        bad = ~good & index.resident(ids, NVME) & (index.table.nvme_slot[ids.astype(np.intp)] == reading.nvme_slots)
+        if bad.any():
+            self._counters.add("onboard_unreadable_blocks", int((bad & ~arrived).sum()))
+            self._counters.add("onboard_corrupt_blocks", int((bad & arrived).sum()))
+            self._nvme.quarantine(index.break_nvme(ids[bad]))
+        n_good = int(good.sum())
+        self._counters.add("onboarded_blocks", n_good)
+        self._counters.add("onboarded_bytes", n_good * reading.layout.payload_bytes)
+        took_s = max(self._clock.now_s() - reading.since_s, 1e-6)
+        self._bytes_per_s += _RATE_SHARE * (reading.n_bytes * in_parallel / took_s - self._bytes_per_s)
+        self._leave(ids, reading.n_bytes)
+        self.pump()
+
+    def _give_up(self, group: _Group, n: int) -> None:
+        """The last ``n`` blocks of a group are not read."""
+        ids = np.array([group.ids.pop() for _ in range(n)], np.uint32)
+        self._leave(ids, n * group.layout.frame_bytes)
+
+    def _leave(self, ids: Ids, n_bytes: int) -> None:
+        self._queued_bytes -= n_bytes
+        self._under_way.difference_update(ids.tolist())
+        self._index.unpin(ids)
+        self._waiters.settle(ids.tolist())
+
+    # Facts ---------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float]:
+        """Gauges."""
+        return {
+            "reads": len(self._reads),
+            "waiting_blocks": len(self._under_way),
+            "queued_bytes": self._queued_bytes,
+            "bytes_per_s": self._bytes_per_s,
+            "stuck": float(self.stuck),
+        }
+
+    def pinned(self) -> list[At]:
+        """What is pinned in the index for it, one entry a pin."""
+        pins: list[At] = [np.array(group.ids, np.uint32) for group in self._groups]
+        return pins + [reading.ids for reading in self._reads] + [load.ids for load in self._loads]
+
+    def reserved_slots(self) -> list[NDArray[np.int64]]:
+        """DRAM slots that are being read into."""
+        return [reading.slots for reading in self._reads]

@@ -1,0 +1,107 @@
+"""From a frame to its answer: at once, or later while its connection takes no further frames."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from kvstore.errors import KVStoreError, SessionEndedError
+from kvstore.server.connection import Connection
+from kvstore.server.handlers import Reply
+from kvstore.server.session import Session
+from kvstore.wire import faults
+from kvstore.wire.framing import FLAG_ERROR, FLAG_NO_REPLY, FLAG_REPLY, Method, encode
+
+Dispatch = Callable[[Connection, int, bytes], Reply | Awaitable[Reply]]
+
+log = logging.getLogger("kvstore.server")
+
+
+@dataclass(slots=True, eq=False)
+class _Slow:
+    """A request whose answer comes later."""
+
+    connection: Connection
+    method: int
+    flags: int
+    request_id: int
+    result: Awaitable[Reply]
+    task: asyncio.Task[None] | None = None
+    started: bool = False
+    cancelled: bool = False
+
+
+class Answers:
+    """Answers frames through ``dispatch``; ``after`` is called when a request has been worked on.
+
+    Single-threaded; no call but ``cancel_all`` waits.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, dispatch: Dispatch, after: Callable[[], None]) -> None:
+        self._loop = loop
+        self._dispatch = dispatch
+        self._after = after
+        self._slow: dict[Connection, _Slow] = {}
+
+    def on_frame(self, connection: Connection, method: int, flags: int, request_id: int, payload: bytes) -> None:
+        """Work on one frame. Whatever it causes, the daemon goes on and the client hears of it."""
+        try:
+            result = self._dispatch(connection, method, payload)
+        except Exception as error:
+            self._fail(connection, method, request_id, error)
+            return
+        finally:
+            self._after()
+        if isinstance(result, Reply):
+            _send(connection, method, flags, request_id, result)
+            return
+        slow = self._slow[connection] = _Slow(connection, method, flags, request_id, result)
+        connection.pause(lambda: self.cancel(connection))
+        slow.task = self._loop.create_task(self._answer(slow))
+
+    def cancel(self, connection: Connection) -> None:
+        """Nobody waits for the answer of this connection any more; no effect if there is none to come."""
+        slow = self._slow.get(connection)
+        if slow is None or slow.task is None or slow.cancelled:
+            return
+        slow.cancelled = True
+        if slow.started:  # else what it has to give back would never be reached
+            slow.task.cancel()
+
+    async def cancel_all(self) -> None:
+        """Cancel every answer that is to come, and wait until what they held is given back."""
+        tasks = [slow.task for slow in self._slow.values() if slow.task is not None]
+        for connection in list(self._slow):
+            self.cancel(connection)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(self, slow: _Slow) -> None:
+        slow.started = True
+        if slow.cancelled and slow.task is not None:
+            slow.task.cancel()
+        try:
+            reply = await slow.result
+            _send(slow.connection, slow.method, slow.flags, slow.request_id, reply)
+        except asyncio.CancelledError:
+            ended = SessionEndedError("the session ended while this request waited: say hello again")
+            self._fail(slow.connection, slow.method, slow.request_id, ended)
+        except Exception as error:
+            self._fail(slow.connection, slow.method, slow.request_id, error)
+        finally:
+            del self._slow[slow.connection]
+            slow.connection.resume()
+            self._after()
+
+    def _fail(self, connection: Connection, method: int, request_id: int, error: Exception) -> None:
+        if not isinstance(error, KVStoreError):
+            log.error("a %s request failed", Method(method).name, exc_info=error)
+        connection.send(encode(method, FLAG_REPLY | FLAG_ERROR, request_id, faults.to_message(error)))
+        if not isinstance(connection.context, Session):
+            connection.close_after_sending()
+
+
+def _send(connection: Connection, method: int, flags: int, request_id: int, reply: Reply) -> None:
+    if not flags & FLAG_NO_REPLY:
+        connection.send(encode(method, FLAG_REPLY, request_id, reply.message), reply.descriptors)

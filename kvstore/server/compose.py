@@ -1,0 +1,65 @@
+"""Puts a store together from a configuration, and takes it apart."""
+
+from __future__ import annotations
+
+from kvstore.clock import Clock
+from kvstore.compression.frame import inspect, verify_frame
+from kvstore.config import DaemonConfig
+from kvstore.offload import WritePolicy
+from kvstore.prefix_index.index import PrefixIndex
+from kvstore.prefix_index.policy import make_policy
+from kvstore.store.hierarchy import WriteBehind
+from kvstore.store.requests import LeaseLimits
+from kvstore.store.store import Store
+from kvstore.tiers.dram import DramTier
+from kvstore.tiers.nvme.files import Files
+from kvstore.tiers.nvme.tier import NvmeTier
+
+
+def make_store(config: DaemonConfig, clock: Clock, files: Files | None = None) -> Store:
+    """The store of a daemon with these settings. ``files`` replaces the device of the NVMe tier.
+
+    Blocks while an NVMe tier reads its catalog. Raises ConfigError if a tier can't be used as it is.
+    """
+    nvme = _open_nvme(config, clock, files)
+    try:
+        dram = DramTier(
+            config.dram_bytes,
+            region_bytes=config.region_bytes_effective,
+            starter_bytes=config.starter_bytes,
+            prefault=config.prefault,
+        )
+        index = PrefixIndex(make_policy(config.policy), nvme=nvme is not None)
+        limits = LeaseLimits(config.lease_s_default, config.lease_s_max)
+        write = WriteBehind(
+            WritePolicy(config.write_policy),
+            config.selective_hits,
+            config.write_behind_bytes_effective,
+            config.io_timeout_s,
+        )
+        return Store(index, dram, clock, limits, spare_bytes=config.region_bytes_effective, nvme=nvme, write=write)
+    except BaseException:
+        if nvme is not None:
+            nvme.close()
+        raise
+
+
+def close_store(store: Store) -> None:
+    """Give back memory, files and descriptors. No job may be running: their memory would go under them."""
+    store.dram.close()
+    if store.hierarchy is not None:
+        store.hierarchy.nvme.close()
+
+
+def _open_nvme(config: DaemonConfig, clock: Clock, files: Files | None) -> NvmeTier | None:
+    if config.nvme_dir is None:
+        return None
+    return NvmeTier(
+        config.nvme_dir,
+        config.nvme_bytes,
+        inspect,
+        files,
+        recovery=config.recovery,
+        clock=clock,
+        verify=verify_frame,
+    )

@@ -1,0 +1,129 @@
+"""What lies below DRAM: the NVMe tier, what moves blocks to it and from it, and what a restart finds there."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.clock import Clock
+from kvstore.compression.frame import FrameLayout
+from kvstore.errors import BadInputError
+from kvstore.jobs import Jobs
+from kvstore.metrics import Counters
+from kvstore.offload import Offloader, WritePolicy
+from kvstore.onboard import Onboarder
+from kvstore.prefix_index.index import PrefixIndex
+from kvstore.room import RoomMaker
+from kvstore.store.namespaces import Namespaces
+from kvstore.tiers.dram import DramTier
+from kvstore.tiers.nvme.tier import NvmeTier
+from kvstore.types import Namespace
+
+log = logging.getLogger("kvstore.store")
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBehind:
+    """How blocks get to NVMe. ``hits`` goes with ``selective``; 0 bytes is a quarter of DRAM, at most 1 GiB."""
+
+    policy: WritePolicy = WritePolicy.THROUGH
+    hits: int = 2
+    queue_bytes_max: int = 0
+    io_timeout_s: float = 10.0
+
+    def queue_bytes(self, dram_bytes: int) -> int:
+        """The bound of the queue in force."""
+        return self.queue_bytes_max or min(dram_bytes // 4, 1 << 30)
+
+
+class Hierarchy:
+    """The NVMe tier of a store, with its offloader and onboarder. Closing the tier is its owner's business."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        dram: DramTier,
+        nvme: NvmeTier,
+        room: RoomMaker,
+        namespaces: Namespaces,
+        jobs: Jobs,
+        counters: Counters,
+        clock: Clock,
+        write: WriteBehind,
+    ) -> None:
+        self.nvme = nvme
+        self._index = index
+        self._namespaces = namespaces
+        self._numbers: dict[int, int] = {}
+        self.onboarder = Onboarder(index, dram, nvme, room, self._layout, jobs, counters, clock, write.io_timeout_s)
+        self.offloader = Offloader(
+            index, dram, nvme, self._layout, self._number, jobs, counters, clock,
+            write.policy, write.hits, write.queue_bytes(dram.capacity_bytes), write.io_timeout_s,
+        )  # fmt: skip
+
+    def recover(self, now_s: float) -> int:
+        """Take what the tier found on disk into the index, as blocks known by key; returns how many."""
+        found = self.nvme.recovered()
+        ordinals, unknown = self._ordinals(found.namespaces)
+        if unknown.any():
+            self.nvme.free(found.slots[unknown])
+        known = ~unknown
+        ids = self._index.insert_cold(
+            found.keys[known],
+            found.parents[known],
+            found.slots[known],
+            found.payload_bytes[known],
+            ordinals[known],
+            now_s,
+        )
+        return len(ids)
+
+    def tick(self, now_s: float) -> None:
+        """Deadlines, retries and upkeep."""
+        self.onboarder.tick(now_s)
+        self.offloader.tick(now_s)
+
+    def stats(self) -> tuple[dict[str, float], dict[str, str]]:
+        """Gauges and facts in words, by name."""
+        numbers: dict[str, float] = {}
+        texts: dict[str, str] = {}
+        parts = (("nvme", self.nvme), ("onboard", self.onboarder), ("offload", self.offloader))
+        for prefix, part in parts:
+            for name, value in part.stats().items():
+                if isinstance(value, str):
+                    texts[f"{prefix}_{name}"] = value
+                else:
+                    numbers[f"{prefix}_{name}"] = float(value)
+        return numbers, texts
+
+    def _ordinals(self, numbers: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
+        """Namespaces by the catalog's numbers as this daemon numbers them, and which blocks have none."""
+        ordinals = np.zeros(len(numbers), np.uint32)
+        unknown = np.ones(len(numbers), np.bool_)
+        for number, (digest, description) in self.nvme.namespaces().items():
+            mine = numbers == number
+            try:
+                opened = self._namespaces.open(Namespace.from_dict(json.loads(description)))
+                if opened.digest != digest:
+                    raise BadInputError("its digest differs")
+            except (BadInputError, ValueError, TypeError) as error:
+                log.warning("namespace %s on NVMe can't be used, %d blocks go: %s", digest.hex(), mine.sum(), error)
+                continue
+            self._numbers[opened.ordinal] = number
+            ordinals[mine], unknown[mine] = opened.ordinal, False
+        return ordinals, unknown
+
+    def _layout(self, ordinal: int) -> FrameLayout:
+        return self._namespaces.by_ordinal(ordinal).layout
+
+    def _number(self, ordinal: int) -> int:
+        number = self._numbers.get(ordinal)
+        if number is None:
+            opened = self._namespaces.by_ordinal(ordinal)
+            number = self.nvme.name_namespace(opened.digest, json.dumps(opened.namespace.to_dict()))
+            self._numbers[ordinal] = number
+        return number

@@ -1,0 +1,137 @@
+"""The reading side of a store: match, load, lease."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.errors import BadInputError, EndedError
+from kvstore.lease import Lease
+from kvstore.onboard import Load
+from kvstore.prefix_index.block_table import DRAM
+from kvstore.prefix_index.index import Match
+from kvstore.prefix_index.rows import RowPath
+from kvstore.store.parts import StoreParts
+from kvstore.store.requests import Prompt, Reach
+
+
+class Reading(StoreParts):
+    """See ``Store``."""
+
+    def match(self, prompt: Prompt) -> Match:
+        """Longest stored prefix. Pure: changes nothing, pins nothing."""
+        self.counters.add("matches")
+        return self.index.match(prompt.root_key, prompt.path)
+
+    def begin_load(self, prompt: Prompt, first_block: int = 0, max_blocks: int = 0) -> Load | None:
+        """Start reading what matches but lies on NVMe only; None if there is nothing to read.
+
+        Once it is done, or not waited for any longer, take the lease and then ``end_load``, which must follow
+        in any case.
+        """
+        if self.hierarchy is None:
+            return None
+        reach = self._reach(prompt, first_block, max_blocks)
+        read_ids = reach.wanted[~self.index.resident(reach.wanted, DRAM)]
+        if not len(read_ids):
+            return None
+        opened = prompt.namespace
+        return self.hierarchy.onboarder.begin(opened.namespace.tenant, opened.ordinal, reach.wanted, read_ids)
+
+    def end_load(self, load: Load) -> None:
+        """See ``begin_load``. Idempotent."""
+        if self.hierarchy is not None:
+            self.hierarchy.onboarder.end(load)
+
+    def lease(
+        self,
+        session_id: int,
+        prompt: Prompt,
+        first_block: int = 0,
+        max_blocks: int = 0,
+        ttl_s: float = 0.0,
+        load: Load | None = None,
+    ) -> Lease:
+        """Match, then pin what is in DRAM from ``first_block`` on; counts as an access for the policy.
+
+        ``load`` is the one that was waited for, if any. A miss is a lease with id 0 that holds nothing and
+        needs no release.
+        """
+        ttl_s = self.limits.ttl_s(ttl_s)
+        reach = self._reach(prompt, first_block, max_blocks)
+        self.counters.add("matches")
+        wanted, n_blocks, partial_tokens = reach.wanted, reach.n_blocks, reach.partial_tokens
+        n_pending = 0
+        if self.hierarchy is not None and not (there := self.index.resident(wanted, DRAM)).all():
+            n_there = int(there.argmin())
+            n_pending = len(wanted) - n_there
+            wanted, partial_tokens, n_blocks = wanted[:n_there], 0, first_block + n_there
+        n_tokens = n_blocks * prompt.namespace.namespace.spec.block_tokens + partial_tokens
+        n_nvme = int(np.isin(wanted, load.read_ids).sum()) if load is not None else 0
+        self._count_hits(prompt.path, n_blocks, n_tokens, n_nvme)
+        if len(reach.ids):
+            self.index.touch(reach.ids, prompt.time_s, prompt.category)
+        if not len(wanted):
+            return Lease(
+                0, prompt.namespace.namespace.tenant, 0.0, {}, wanted, n_blocks, partial_tokens, n_tokens, n_pending
+            )
+        self._check_room_for_claim(session_id, self.leases)
+        self.index.pin(wanted)
+        lease = Lease(
+            next(self._ids), prompt.namespace.namespace.tenant, self.clock.now_s() + ttl_s, {session_id: True},
+            wanted, n_blocks, partial_tokens, n_tokens, n_pending, n_nvme,
+        )  # fmt: skip
+        self.leases.add(lease)
+        if self.hierarchy is not None:
+            self.hierarchy.offloader.accessed(reach.ids)
+        return lease
+
+    def attach(self, session_id: int, tenant: str, lease_id: int) -> Lease:
+        """Make this session a holder of a lease of its tenant too. Raises EndedError if there is none."""
+        lease = self.leases.get(lease_id)
+        if lease is None or lease.ended_at(self.clock.now_s()) or lease.tenant != tenant:
+            raise EndedError(f"lease {lease_id} is unknown or has ended: match and lease the prefix again")
+        if lease.holders.get(session_id):
+            raise BadInputError(f"this client holds lease {lease_id} already: share the object it has")
+        self._check_room_for_claim(session_id, self.leases)
+        self.leases.join(lease, session_id)
+        return lease
+
+    def renew(self, session_id: int, lease_id: int, ttl_s: float = 0.0) -> float:
+        """New life of a lease in seconds from now. Raises EndedError if its right has ended."""
+        ttl_s = self.limits.ttl_s(ttl_s)
+        lease = self.leases.get(lease_id)
+        if lease is None or not lease.right_of(session_id, self.clock.now_s()):
+            raise EndedError(f"lease {lease_id} is unknown or has ended: it can't be renewed, lease the prefix again")
+        # Others may hold it too: nobody can shorten it for them.
+        deadline_s = max(lease.deadline_s, self.clock.now_s() + ttl_s)
+        self.leases.renew(lease, deadline_s)
+        return deadline_s - self.clock.now_s()
+
+    def release(self, session_id: int, lease_id: int) -> bool:
+        """The session stopped reading. Idempotent: False if it held no such lease."""
+        lease = self.leases.get(lease_id)
+        if lease is None or session_id not in lease.holders:
+            return False
+        if self.leases.drop_holder(lease, session_id):
+            self.index.unpin(lease.ids)
+        return True
+
+    def _reach(self, prompt: Prompt, first_block: int, max_blocks: int) -> Reach:
+        found = self.index.match(prompt.root_key, prompt.path)
+        ids = found.ids.astype(np.intp)
+        partial_tokens = found.partial_tokens
+        if max_blocks and len(ids) >= max_blocks:
+            ids, partial_tokens = ids[:max_blocks], 0
+        n_blocks = len(ids)
+        if partial_tokens:
+            ids = np.append(ids, found.partial_id)
+        return Reach(ids, ids[first_block:] if first_block else ids, n_blocks, partial_tokens)
+
+    def _count_hits(self, path: RowPath, n_blocks: int, n_tokens: int, n_nvme: int) -> None:
+        add = self.counters.add
+        add("lookups")
+        add("lookup_blocks", path.n_rows)
+        add("hit_blocks", n_blocks)
+        add("hit_blocks_nvme", n_nvme)
+        add("hit_tokens", n_tokens)
+        add("lookup_hits", n_tokens > 0)

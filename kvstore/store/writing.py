@@ -1,0 +1,183 @@
+"""The writing side of a store: reserve, commit, abort."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import BadInputError, EndedError
+from kvstore.lease import Reservation
+from kvstore.prefix_index.index import MissingParent
+from kvstore.room import PendingReclaim
+from kvstore.store.parts import StoreParts
+from kvstore.store.requests import Commit, Prompt
+from kvstore.types import SLOT_BITS
+
+
+class Writing(StoreParts):
+    """See ``Store``."""
+
+    def begin_reserve(
+        self, session_id: int, prompt: Prompt, first_block: int, n_blocks: int, ttl_s: float = 0.0
+    ) -> Reservation:
+        """First of three steps: match, pin the ancestors, say what is missing. Reserves no slot yet.
+
+        Follow with ``make_room`` until it returns None, then ``finish_reserve``.
+        """
+        ttl_s = self.limits.ttl_s(ttl_s)
+        path = prompt.path
+        if first_block < 0 or n_blocks < 1 or first_block + n_blocks > path.n_rows:
+            raise BadInputError(
+                f"blocks {first_block}..{first_block + n_blocks - 1} were asked for; "
+                f"the prompt has {path.n_rows} blocks"
+            )
+        self._check_room_for_claim(session_id, self.reservations)
+        found = self.index.match(prompt.root_key, path)
+        prefix = found.ids
+        n_rows = len(prefix)
+        if n_rows == path.n_full_rows and 0 < found.partial_tokens == path.tail_tokens:
+            n_rows += 1  # a block that is there starts with the short last row: storing that would add nothing
+        n_present = min(max(n_rows - first_block, 0), n_blocks)
+        n_missing = n_blocks - n_present
+        reason = ""
+        if n_rows < first_block:
+            reason = f"the blocks before are not stored: {len(prefix)} of {first_block} are"
+            n_missing = 0
+            self.counters.add("skipped_blocks", n_blocks)
+        slot_bytes = self.dram.slot_bytes(prompt.namespace.block_bytes)
+        fitting = self.dram.capacity_bytes // slot_bytes
+        if n_missing > fitting:
+            # Nobody's blocks go for what can't be stored anyway.
+            reason = f"the DRAM tier has room for {fitting} blocks of this size at most"
+            self.counters.add("skipped_blocks", n_missing - fitting)
+            n_missing = fitting
+        self.index.pin(prefix)
+        reservation = Reservation(
+            next(self._ids), prompt.namespace.namespace.tenant, self.clock.now_s() + ttl_s, {session_id: True},
+            writer=session_id, namespace=prompt.namespace.ordinal, root_key=prompt.root_key, path=path,
+            slot_bytes=slot_bytes, block_bytes=prompt.namespace.block_bytes,
+            first_block=first_block, n_present=n_present, n_wanted=n_missing, prefix_ids=prefix, skipped_reason=reason,
+            time_s=prompt.time_s, category=prompt.category,
+        )  # fmt: skip
+        self.reservations.add(reservation)
+        return reservation
+
+    def make_room(self, reservation: Reservation) -> PendingReclaim | None:
+        """Evict until the reservation's blocks fit; a reclaim to be copied and finished, or None when done."""
+        if reservation.n_wanted == 0 or reservation.ended:
+            return None
+        try:
+            return self._room.make(reservation)
+        except BaseException:
+            self._drop_reservation(reservation, reservation.writer)
+            raise
+
+    def room_is_coming(self, reservation: Reservation) -> bool:
+        """Whether the room it lacks is there as soon as clients have unmapped what was retired for it."""
+        return self.reservations.get(reservation.id) is reservation and self._room.is_coming(reservation)
+
+    def finish_reclaim(self, pending: PendingReclaim) -> None:
+        """After ``pending.copy()``: the moved blocks lie in their new slots, the old region is retired."""
+        self._room.finish(pending)
+
+    def cancel_reclaim(self, pending: PendingReclaim) -> None:
+        """Instead of copying: everything stays where it is."""
+        self._room.cancel(pending)
+
+    def finish_reserve(self, reservation: Reservation) -> Reservation:
+        """Hand out the slots there are; fewer than wanted is not an error, the rest is skipped and counted."""
+        if self.reservations.get(reservation.id) is not reservation:
+            return reservation  # its session went away while blocks were moved
+        if reservation.n_wanted and not reservation.ended:
+            reservation.slots = self.dram.allocate(
+                reservation.writer, reservation.tenant, reservation.slot_bytes, reservation.n_wanted
+            )
+        skipped = reservation.n_wanted - len(reservation.slots)
+        if skipped and not reservation.skipped_reason:
+            reservation.skipped_reason = (
+                "the reservation ended while room was made"
+                if reservation.ended
+                else "the DRAM tier is full of blocks in use"
+            )
+        if skipped:
+            self.counters.add("skipped_blocks", skipped)
+        if not len(reservation.slots):
+            self._drop_reservation(reservation, reservation.writer)
+        return reservation
+
+    def commit(self, session_id: int, reservation_id: int, n_blocks: int = 0) -> Commit:
+        """Make the first ``n_blocks`` filled slots (0: all) visible and free the others.
+
+        Raises EndedError if the right has ended; then nothing became visible and the slots are free again,
+        as the caller has just said that it does not write any more.
+        """
+        reservation = self.reservations.get(reservation_id)
+        if reservation is None or session_id not in reservation.holders:
+            raise EndedError(f"reservation {reservation_id} is unknown or has ended: reserve and write again")
+        if not reservation.right_of(session_id, self.clock.now_s()):
+            self._drop_reservation(reservation, session_id)
+            raise EndedError(f"reservation {reservation_id} ended before the commit: nothing was stored, write again")
+        if not 0 <= n_blocks <= len(reservation.slots):
+            raise BadInputError(
+                f"commit of {n_blocks} blocks; the reservation {reservation_id} has {len(reservation.slots)}"
+            )
+        n_blocks = n_blocks or len(reservation.slots)
+        slots = reservation.slots[:n_blocks]
+        first_row = reservation.first_block + reservation.n_present
+        try:
+            self._seal_regions_of(slots)
+            inserted = self.index.insert(
+                reservation.root_key, reservation.path, first_row, slots, reservation.block_bytes,
+                reservation.time_s, reservation.category, reservation.namespace,
+            )  # fmt: skip
+        except EndedError:
+            self._drop_reservation(reservation, session_id)
+            raise
+        except MissingParent as error:
+            self._drop_reservation(reservation, session_id)
+            raise EndedError(
+                f"reservation {reservation_id} lost its parent block ({error}): nothing was stored"
+            ) from error
+        fresh = slots[inserted.is_new]
+        self.dram.commit(fresh, inserted.ids[inserted.is_new].astype(np.int64))
+        whole_path = np.concatenate([reservation.prefix_ids, inserted.ids])
+        self.index.touch(whole_path, reservation.time_s, reservation.category)
+        reservation.slots = np.concatenate([slots[~inserted.is_new], reservation.slots[n_blocks:]])
+        self._drop_reservation(reservation, session_id)
+        n_duplicate = int(len(slots) - len(fresh))
+        self.counters.add("committed_blocks", len(fresh))
+        self.counters.add("committed_bytes", len(fresh) * reservation.block_bytes)
+        self.counters.add("duplicate_blocks", n_duplicate)
+        if self.hierarchy is not None:
+            self.hierarchy.offloader.committed(inserted.ids)
+            self.hierarchy.offloader.accessed(whole_path)
+        return Commit(len(fresh), n_duplicate)
+
+    def _seal_regions_of(self, slots: NDArray[np.int64]) -> None:
+        """Readers may come from now on. Raises EndedError if a writer has kept the kernel from sealing."""
+        for region_id in np.unique(slots >> SLOT_BITS).tolist():
+            try:
+                self.dram.seal(region_id)
+            except OSError as error:
+                raise EndedError(
+                    f"region {region_id} can't be sealed ({error.strerror}): nothing was stored"
+                ) from error
+
+    def abort(self, session_id: int, reservation_id: int) -> bool:
+        """The session stopped writing; nothing becomes visible. Idempotent."""
+        reservation = self.reservations.get(reservation_id)
+        if reservation is None or session_id not in reservation.holders:
+            return False
+        self._drop_reservation(reservation, session_id)
+        return True
+
+    def _quarantine(self, reservation: Reservation) -> None:
+        if not reservation.quarantined and len(reservation.slots):
+            self.dram.quarantine(reservation.slots)
+            reservation.quarantined = True
+
+    def _drop_reservation(self, reservation: Reservation, session_id: int) -> None:
+        if len(reservation.slots):
+            self.dram.free(reservation.slots)
+        self.index.unpin(reservation.prefix_ids)
+        self.reservations.drop_holder(reservation, session_id)

@@ -1,0 +1,253 @@
+"""What a daemon keeps with its holder while it lives: regions, clients, namespaces, the slot directory.
+
+It writes down everything before it has an effect outside: a region before a client hears of it, a mapping
+before the client gets the descriptor. A packet that was sent is safe even if this process dies at once; if one
+can't be sent, the slot directory says at once that nothing of it is to be believed, until a holder has all
+of it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.errors import ConfigError, IntegrityError, UnavailableError
+from kvstore.prefix_index.block_table import NO_PARENT, Ids
+from kvstore.prefix_index.index import PrefixIndex
+from kvstore.takeover.estate import FORMAT
+from kvstore.takeover.link import Entry, HolderLink
+from kvstore.tiers.directory import Labels
+from kvstore.tiers.dram import DramTier
+from kvstore.tiers.labelling import Labelling
+from kvstore.tiers.region import Region
+from kvstore.types import KEY_BYTES
+
+RETRY_S = 5.0
+RANKS_PER_TICK = 8192
+"""Ranks noted at a time: what a tick may take of the loop."""
+SETTLE_S = 2.0
+"""How long after the start those are waited for who mapped the memory that was taken over."""
+
+Describe = Callable[[int], tuple[bytes, str]]
+"""Digest and description (JSON) of a namespace by its number in the block table."""
+
+log = logging.getLogger("kvstore.takeover")
+
+
+class Keeper:
+    """A tier's ledger, and more. Called on the store's thread only; never raises, blocks for a packet at most.
+
+    ``start_serving`` makes what it has the current generation; before that a daemon that dies leaves the
+    holder as it was.
+    """
+
+    def __init__(self, path: Path, owner: str, grace_s: float, name: str, link: HolderLink | None) -> None:
+        """``name``: one that no other daemon's keeper ever has. Without a link it tries again later."""
+        self._path = path
+        self._owner = owner
+        self._grace_s = grace_s
+        self._name = name
+        self._n_hand_overs = 0
+        self._generation = ""
+        self._link = link
+        self._entries: dict[str, Entry] = {}
+        self._dram: DramTier | None = None
+        self._labelling: Labelling | None = None
+        self._serving = False
+        self._retry_at_s = 0.0
+        self._searching = False
+        self._found: list[HolderLink] = []
+        self._settle_until_s = 0.0
+        self._digests: dict[int, bytes] = {}
+        self._rank_at = 0
+        self._rank_rounds = 0
+
+    @property
+    def linked(self) -> bool:
+        """Whether a holder has it all."""
+        return self._link is not None and self._serving
+
+    # The tier's ledger ---------------------------------------------------------------------------
+
+    def region_made(self, region: Region, base: int) -> None:
+        facts = {
+            "size_bytes": region.size_bytes,
+            "slot_bytes": region.slot_bytes,
+            "tenant": region.tenant,
+            "writer": -1 if region.writer is None else region.writer,
+            "base": base,
+        }
+        self._put(Entry(f"region/{region.id}", json.dumps(facts), region.fd))
+
+    def region_mapped(self, region_id: int, client: int) -> None:
+        self._put(Entry(f"map/{region_id}/{client}", ""))
+
+    def regions_unmapped(self, region_ids: Collection[int], client: int) -> None:
+        self._drop([f"map/{region_id}/{client}" for region_id in region_ids])
+
+    def region_retired(self, region_id: int, size_bytes: int) -> None:
+        self._put(Entry(f"region/{region_id}", json.dumps({"size_bytes": size_bytes})))
+
+    def region_gone(self, region_id: int) -> None:
+        self._drop([f"region/{region_id}"])
+
+    # Clients -------------------------------------------------------------------------------------
+
+    def session_opened(self, session_id: int, token: bytes, tenant: str, name: str, pid: int, pidfd: int) -> None:
+        """A client that is about to be told its token. ``pidfd`` stays the caller's, open until ``session_gone``."""
+        facts = {"token": token.hex(), "tenant": tenant, "name": name, "pid": pid}
+        self._put(Entry(f"session/{session_id}", json.dumps(facts), pidfd))
+
+    def session_gone(self, session_id: int) -> None:
+        """Nothing of its memory can be in use any more. Before its pidfd is closed."""
+        self._drop([f"session/{session_id}"])
+
+    # The daemon's life ---------------------------------------------------------------------------
+
+    def start_serving(self, dram: DramTier, last_session_id: int, now_s: float) -> None:
+        """All that was taken over is written down: from now on this daemon is the one to be succeeded."""
+        if dram.labelling is None:
+            raise IntegrityError("the tier has another ledger, or none: give it this keeper")
+        self._dram, self._labelling = dram, dram.labelling
+        facts = {"format": FORMAT, "last_session_id": last_session_id}
+        self._entries["directory"] = Entry("directory", json.dumps(facts), dram.labelling.fd)
+        self._serving = True
+        self._settle_until_s = now_s + SETTLE_S
+        self._retry_at_s = now_s + RETRY_S
+        if self._link is not None:
+            self._hand_over()
+
+    def after_request(self, index: PrefixIndex, describe: Describe) -> None:
+        """Label what became live. Call it before a reply that says so goes out; cheap if there is nothing."""
+        self._rank_rounds = 2
+        self._label(index, describe)
+
+    def tick(self, index: PrefixIndex, describe: Describe, now_s: float) -> None:
+        """Label the rest, note the order of eviction, a part at a time, and look for a holder if there is none."""
+        if self._dram is None or self._labelling is None:
+            return
+        self._label(index, describe)
+        self._note_ranks(index, self._labelling)
+        if now_s >= self._settle_until_s:
+            self._dram.end_settling()
+        if self._found:
+            self._link = self._found.pop()
+            self._hand_over()
+        elif self._link is None and now_s >= self._retry_at_s and not self._searching:
+            self._retry_at_s = now_s + RETRY_S
+            self._searching = True
+            threading.Thread(target=self._search, name="kvstore-holder", daemon=True).start()
+
+    def leave(self) -> None:
+        """The daemon ends, and leaves all as it is to the next one. Nothing is written down after that. Idempotent."""
+        self._serving = False
+        self._entries.clear()
+        self._dram = self._labelling = None
+        for link in (self._link, *self._found):
+            if link is not None:
+                link.close()
+        self._link = None
+        self._found.clear()
+
+    def end(self) -> None:
+        """As ``leave``, but nobody is to find anything: the holder ends and lets go of the memory."""
+        if self._link is not None:
+            with contextlib.suppress(UnavailableError):
+                self._link.end()
+        self.leave()
+
+    # Own -----------------------------------------------------------------------------------------
+
+    def _put(self, entry: Entry) -> None:
+        self._entries[entry.key] = entry
+        if self._serving and self._link is not None:
+            self._try(lambda link: link.put(self._generation, [entry]))
+
+    def _drop(self, keys: list[str]) -> None:
+        known = [key for key in keys if self._entries.pop(key, None) is not None]
+        if known and self._serving and self._link is not None:
+            self._try(lambda link: link.drop(self._generation, known))
+
+    def _try(self, send: Callable[[HolderLink], None]) -> bool:
+        if self._link is None:
+            return False
+        try:
+            send(self._link)
+        except UnavailableError as error:
+            if self._labelling is not None:
+                self._labelling.valid = False
+            self._link.close()
+            self._link = None
+            log.warning("a restart would find DRAM cold: %s", error)
+            return False
+        return True
+
+    def _hand_over(self) -> None:
+        """Give the holder everything, under a name of its own, and only then make it count."""
+        self._n_hand_overs += 1
+        self._generation = f"{self._name}.{self._n_hand_overs}"
+        done = self._try(lambda link: link.put(self._generation, self._entries.values())) and self._try(
+            lambda link: link.switch(self._generation)
+        )
+        if done and self._labelling is not None:
+            self._labelling.valid = True
+
+    def _search(self) -> None:
+        """On a thread of its own, as it may take seconds. Whatever a holder keeps by now is of no use to anybody."""
+        try:
+            link, entries = HolderLink.claim(self._path, self._owner, self._grace_s, start=True)
+            for entry in entries:
+                entry.close()
+            self._found.append(link)
+        except (UnavailableError, ConfigError) as error:
+            log.info("still without a descriptor holder: %s", error)
+        finally:
+            self._searching = False
+
+    def _label(self, index: PrefixIndex, describe: Describe) -> None:
+        if self._dram is None or self._labelling is None:
+            return
+        slots = self._labelling.fresh()
+        if len(slots):
+            ids = self._dram.tags(slots).astype(np.uint32)
+            self._labelling.publish(slots, self._labels(index, ids, describe))
+
+    def _labels(self, index: PrefixIndex, ids: Ids, describe: Describe) -> Labels:
+        table = index.table
+        namespaces = np.zeros((len(ids), KEY_BYTES), np.uint8)
+        if table.nvme:
+            for ordinal in np.unique(table.namespace[ids]).tolist():
+                digest = self._digest(ordinal, describe)
+                namespaces[table.namespace[ids] == ordinal] = np.frombuffer(digest, np.uint8)
+        return Labels(
+            table.key[ids], index.parent_keys(ids), table.parent[ids] == NO_PARENT, namespaces,
+            table.size_bytes[ids], table.rank[ids],
+        )  # fmt: skip
+
+    def _digest(self, ordinal: int, describe: Describe) -> bytes:
+        digest = self._digests.get(ordinal)
+        if digest is None:
+            digest, description = describe(ordinal)
+            self._digests[ordinal] = digest
+            self._put(Entry(f"namespace/{digest.hex()}", description))
+        return digest
+
+    def _note_ranks(self, index: PrefixIndex, labelling: Labelling) -> None:
+        """Go round the block table, until nothing can have changed since the last round began."""
+        table = index.table
+        if self._rank_at >= table.n_used:
+            self._rank_at, self._rank_rounds = 0, max(self._rank_rounds - 1, 0)
+        if not self._rank_rounds:
+            return
+        first = self._rank_at
+        end = self._rank_at = min(first + RANKS_PER_TICK, table.n_used)
+        slots = table.slot[first:end]
+        there = (table.residency[first:end] != 0) & (slots >= 0)
+        if there.any():
+            labelling.note_ranks(slots[there], table.rank[first:end][there])

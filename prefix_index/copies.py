@@ -1,0 +1,100 @@
+"""Which tier holds a copy of which block: gains, counts of resident children, and what evictors are told.
+
+Losses are the business of ``leaving``. Broken blocks, resident nowhere, are counted here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import IntegrityError
+from kvstore.prefix_index.block_table import DRAM, NO_PARENT, NVME, At, BlockTable, Ids, residency_bit
+from kvstore.prefix_index.evictor import Evictor
+from kvstore.prefix_index.policy import EvictionPolicy
+
+
+class Copies:
+    """The copies of all blocks in the tiers of one table. Ids of one call are distinct."""
+
+    def __init__(self, table: BlockTable, policy: EvictionPolicy) -> None:
+        self._table = table
+        self.evictors = [Evictor(table, policy, tier) for tier in ((DRAM, NVME) if table.nvme else (DRAM,))]
+        if table.nvme:
+            dram, nvme = self.evictors
+            dram.others, nvme.others = (nvme,), (dram,)
+        self.n = [0, 0]
+        """Copies per tier."""
+        self.n_broken = 0
+        """Blocks alive without a copy."""
+        self._holes: set[int] = set()
+
+    def changed(self, at: At, lowest_rank: float = -np.inf) -> None:
+        """Tell every evictor: see ``Evictor.changed``."""
+        for evictor in self.evictors:
+            evictor.changed(at, lowest_rank)
+
+    def gain(self, ids: At, tier: int, slots: NDArray[np.int64]) -> None:
+        """Blocks get a copy. Raises IntegrityError if one has a copy there; nothing changed then."""
+        table = self._table
+        at = ids.astype(np.intp, copy=False)
+        residency = table.residency[at]
+        bit = np.uint64(residency_bit(tier))
+        twice = (residency & bit) != 0
+        if twice.any():
+            raise IntegrityError(f"block {ids[twice][0]} has a copy in tier {tier} already")
+        if table.nvme:
+            self.n_broken -= int(np.count_nonzero(residency == 0))
+        table.residency[at] = residency | bit
+        self.slots(tier)[at] = slots
+        parents = table.parent[at]
+        parents = parents[parents != NO_PARENT]
+        if table.nvme:
+            np.add.at(self.children(tier), parents, 1)
+        self.n[tier] += len(at)
+        self.changed(at)
+
+    def slots(self, tier: int) -> NDArray[np.int64]:
+        """The column of places in a tier."""
+        return self._table.slot if tier == DRAM else self._table.nvme_slot
+
+    def children(self, tier: int) -> NDArray[np.uint32]:
+        """The column that counts children with a copy in a tier."""
+        return self._table.n_dram_children if tier == DRAM else self._table.n_nvme_children
+
+    def may_join_nvme(self, ids: Ids) -> NDArray[np.bool_]:
+        """Which could get a copy on NVMe now, in this order: alive, without one, the parent with one."""
+        table = self._table
+        alive, there, parents = table.state[ids] != 0, table.resident(ids, NVME), table.parent[ids]
+        ready = np.zeros(len(ids), np.bool_)
+        joined: set[int] = set()
+        rows = zip(ids.tolist(), (alive & ~there).tolist(), parents.tolist(), strict=True)
+        on_nvme = residency_bit(NVME)
+        for i, (block, free, parent) in enumerate(rows):
+            above = parent == NO_PARENT or parent in joined or int(table.residency[parent]) & on_nvme != 0
+            if free and above and block not in joined:
+                ready[i] = True
+                joined.add(block)
+        return ready
+
+    def lost_nvme(self, at: At) -> None:
+        """The NVMe copies of these blocks are bad: drop them, wherever in the tree they are."""
+        table = self._table
+        table.residency[at] &= ~np.uint64(residency_bit(NVME))
+        table.nvme_slot[at] = -1
+        self.n[NVME] -= len(at)
+        self.n_broken += int(np.count_nonzero(table.residency[at] == 0))
+        parents = table.parent[at]
+        parents = parents[parents != NO_PARENT]
+        np.subtract.at(table.n_nvme_children, parents, 1)
+        self._holes.update(at[table.n_nvme_children[at] > 0].tolist())
+        self.evictors[NVME].changed(parents.astype(np.intp))
+
+    def holes(self) -> set[int]:
+        """Blocks that are not on NVMe though a child of theirs is: what a broken copy leaves behind."""
+        if self._holes:
+            table = self._table
+            at = np.fromiter(self._holes, np.intp, len(self._holes))
+            is_hole = (table.state[at] != 0) & ~table.resident(at, NVME) & (table.n_nvme_children[at] > 0)
+            self._holes = set(at[is_hole].tolist())
+        return self._holes

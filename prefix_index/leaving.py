@@ -1,0 +1,179 @@
+"""Copies that go: eviction from a tier, bad copies, and blocks that leave the index with their last copy."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import IntegrityError
+from kvstore.prefix_index.block_table import DRAM, FREE, NO_PARENT, NVME, At, BlockTable, Ids, residency_bit
+from kvstore.prefix_index.cold import ColdBlocks
+from kvstore.prefix_index.copies import Copies
+from kvstore.prefix_index.policy import EvictionPolicy
+from kvstore.prefix_index.tree import RadixTree, as_ids
+
+
+class Evicted(NamedTuple):
+    """Blocks that lost their copy in a tier, in the order they went."""
+
+    ids: Ids
+    slots: NDArray[np.int64]
+    """Where the copies lay, in the tier they are gone from."""
+    size_bytes: NDArray[np.int64]
+    keys: NDArray[np.uint8]
+    """Block keys, [n, 16]."""
+    gone: NDArray[np.bool_]
+    """Who left the index, as no other tier has it and nothing follows it. Their ids may be reused at once."""
+
+
+class Leaving:
+    """Takes copies and blocks away and keeps tree, table, counts and evictors in step."""
+
+    def __init__(
+        self, tree: RadixTree, table: BlockTable, policy: EvictionPolicy, copies: Copies, cold: ColdBlocks
+    ) -> None:
+        self._tree = tree
+        self._table = table
+        self._policy = policy
+        self._copies = copies
+        self._cold = cold
+        self._left = array("I")
+
+    def evict(self, n: int, tier: int) -> Evicted:
+        """Drop the ``n`` copies of a tier that the policy values least."""
+        evictor = self._copies.evictors[tier]
+        out, gone = array("I"), bytearray()
+        while len(out) < n and (block := evictor.pop()) >= 0:
+            tail = self._tail(block, n - len(out))
+            if len(tail) > 1:
+                del tail[evictor.run(as_ids(tail)) :]
+            gone += self._drop(tail, tier)
+            out.extend(tail)
+        return self._finish(out, gone, tier)
+
+    def evict_among(self, n: int, worth: Callable[[int], int], most_passed: int) -> Evicted:
+        """As ``evict`` from DRAM, until the slots given up are worth ``n``: see ``PrefixIndex.evict_among``."""
+        evictor, table = self._copies.evictors[DRAM], self._table
+        out, gone = array("I"), bytearray()
+        gained = n_passed = 0
+        while gained < n and n_passed <= most_passed and (block := evictor.pop()) >= 0:
+            value = worth(int(table.slot[block]))
+            if value >= 0:
+                gained += value
+                gone += self._drop(array("I", (block,)), DRAM)
+                out.append(block)
+            else:
+                n_passed += 1
+                evictor.pass_over(block)
+        evictor.take_back()
+        return self._finish(out, gone, DRAM)
+
+    def break_nvme(self, ids: Ids) -> NDArray[np.int64]:
+        """The NVMe copies are bad. Returns their slots; raises IntegrityError if a block has none there."""
+        table = self._table
+        at = ids.astype(np.intp)
+        if len(np.unique(at)) != len(at) or not table.resident(at, NVME).all():
+            raise IntegrityError("only blocks on NVMe can break there, each once; look up who is resident first")
+        slots = table.nvme_slot[at]
+        self._copies.lost_nvme(at)
+        self.sweep(at)
+        return slots
+
+    def sweep(self, at: At) -> None:
+        """Let those of the blocks leave that are broken, without children and not pinned."""
+        table = self._table
+        ended = (table.residency[at] == 0) & (table.n_children[at] == 0) & (table.refs[at] == 0)
+        for block in at[ended].tolist():
+            if table.state[block] != FREE:  # it may have gone with the block behind it
+                self._copies.n_broken -= 1
+                self._leave(array("I", (block,)))
+        self._free()
+
+    def _tail(self, block: int, most: int) -> array[int]:
+        """``block`` and the blocks before it on its edge, at most ``most``."""
+        node = self._table.node[block]
+        if node is None:
+            return array("I", (block,))
+        ids: array[int] = node.ids
+        end = len(ids)
+        if ids[-1] != block:
+            end = int((as_ids(ids) == block).argmax()) + 1
+        tail = ids[max(end - most, 0) : end]
+        tail.reverse()
+        return tail
+
+    def _drop(self, tail: array[int], tier: int) -> bytes:
+        """Drop the copies of ``tail``, from a leaf of the tier up its edge. Per block 1 if it left the index."""
+        table, copies = self._table, self._copies
+        copies.n[tier] -= len(tail)
+        at = as_ids(tail).astype(np.intp)
+        if not table.nvme:
+            table.residency[at] = 0
+            self._leave(tail)
+            return b"\1" * len(tail)
+        residency = table.residency[at] & ~np.uint64(residency_bit(tier))
+        table.residency[at] = residency
+        children = copies.children(tier)
+        children[at[1:]] = 0
+        parent = int(table.parent[tail[-1]])
+        if parent != NO_PARENT:
+            children[parent] -= 1
+            if children[parent] == 0:
+                copies.evictors[tier].became_leaf(parent)
+        stays = residency != 0
+        n_gone = 0
+        if not stays.all():
+            followed = table.n_children[at]
+            followed[1:] -= 1  # a block that goes takes one from the block before it
+            stays |= followed != 0
+            n_gone = int(stays.argmax()) if stays.any() else len(tail)
+            copies.n_broken += int(np.count_nonzero(residency[n_gone:] == 0))
+            if n_gone:
+                self._leave(tail[:n_gone])
+        return b"\1" * n_gone + b"\0" * (len(tail) - n_gone)
+
+    def _leave(self, chain: array[int]) -> None:
+        """Out of the tree: blocks without copies, each followed at most by the one before it in ``chain``."""
+        table, copies = self._table, self._copies
+        while True:
+            at = as_ids(chain).astype(np.intp)
+            node = table.node[chain[0]]
+            table.state[at] = FREE
+            if node is None:
+                self._cold.left(len(chain))
+            else:
+                self._tree.remove_leaves(node, len(chain))
+            self._left.extend(chain)
+            parent = int(table.parent[chain[-1]])
+            if parent == NO_PARENT:
+                return
+            left = int(table.n_children[parent]) - 1
+            table.n_children[parent] = left
+            if left:
+                return
+            if table.residency[parent] != 0 or table.refs[parent] != 0:
+                # Without NVMe this is the DRAM evictor's only notice; with it, the last copy on NVMe may go now.
+                copies.evictors[-1].became_leaf(parent)
+                return
+            copies.n_broken -= 1
+            chain = array("I", (parent,))
+
+    def _finish(self, out: array[int], gone: bytearray, tier: int) -> Evicted:
+        table, ids = self._table, as_ids(out)
+        slots = self._copies.slots(tier)
+        evicted = Evicted(
+            ids, slots[ids], table.size_bytes[ids].astype(np.int64), table.key[ids], np.frombuffer(gone, np.bool_)
+        )
+        if table.nvme:
+            slots[ids] = -1
+        self._free()
+        return evicted
+
+    def _free(self) -> None:
+        left, self._left = as_ids(self._left), array("I")
+        self._policy.evicted(left)
+        self._table.free(left)

@@ -1,0 +1,199 @@
+"""Files on a real disk, past the page cache.
+
+FIGURES
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import stat
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from kvstore.tiers.nvme.batch import Batch, VectoredCall, preadv, pwritev
+from kvstore.tiers.nvme.files import SECTOR_BYTES, Extent, Files, Int64s, plain_name
+
+DEPTH = 8
+"""Calls of all batches together that are on their way to the disk; each batch has at least one."""
+
+_PROBE = ".direct.probe"
+_NEW = ".new"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+class DirectFiles(Files):
+    """Files in ``directory``, which must exist. Handles are file descriptors.
+
+    ``direct`` says whether the page cache is bypassed. Where the file system can't do that, reads and writes are
+    buffered, and pages are dropped from the cache after use.
+    """
+
+    def __init__(self, directory: Path, depth: int = DEPTH) -> None:
+        """Raises OSError if the directory is missing or can't be written to (a full disk is no error)."""
+        self.directory = directory
+        self.direct = True
+        self.direct = self._probe()
+        self._pool = ThreadPoolExecutor(max(depth - 1, 1), thread_name_prefix="nvme")
+        self._depth = depth
+
+    def create(self, name: str, size_bytes: int) -> int:
+        path = self._path(name)
+        handle = self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            _set_aside(handle, size_bytes)
+        except OSError as error:
+            os.close(handle)
+            path.unlink()
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+        return handle
+
+    def open(self, name: str) -> int:
+        return self._open(self._path(name), os.O_RDWR)
+
+    def size_bytes(self, handle: int) -> int:
+        return os.fstat(handle).st_size
+
+    def close(self, handle: int) -> None:
+        os.close(handle)
+
+    def names(self) -> list[str]:
+        with os.scandir(self.directory) as entries:
+            return sorted(
+                entry.name
+                for entry in entries
+                if entry.is_file(follow_symlinks=False) and entry.name != _PROBE and not _is_temporary(entry.name)
+            )
+
+    def remove(self, name: str) -> None:
+        self._path(name).unlink()
+
+    def rename(self, old: str, new: str) -> None:
+        self._path(old).rename(self._path(new))
+
+    def read(self, handle: int, extents: Sequence[Extent]) -> Int64s:
+        results = self._move(preadv, handle, extents)
+        if not self.direct:
+            for extent in extents:
+                os.posix_fadvise(handle, extent.offset, extent.length_bytes, os.POSIX_FADV_DONTNEED)
+        return results
+
+    def write(self, handle: int, extents: Sequence[Extent]) -> Int64s:
+        return self._move(pwritev, handle, extents)
+
+    def sync(self, handle: int) -> None:
+        os.fdatasync(handle)
+        if not self.direct:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def sync_directory(self) -> None:
+        directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def read_small(self, name: str) -> bytes:
+        return self._path(name).read_bytes()
+
+    def write_small(self, name: str, data: bytes) -> None:
+        path = self._path(name)
+        new = self.directory / f".{name}{_NEW}"
+        try:
+            with new.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(path)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
+        self.sync_directory()
+
+    def disk_free_bytes(self) -> int:
+        room = os.statvfs(self.directory)
+        return room.f_bavail * room.f_frsize
+
+    def on_disk_bytes(self) -> int:
+        total_bytes = _allocated_bytes(self.directory)
+        for folder, folders, files in os.walk(self.directory):
+            total_bytes += sum(_allocated_bytes(Path(folder) / name) for name in (*folders, *files))
+        return total_bytes
+
+    def catalog_committed(self) -> None:
+        return
+
+    def _path(self, name: str) -> Path:
+        return self.directory / plain_name(name)
+
+    def _open(self, path: Path, flags: int) -> int:
+        if self.direct:
+            try:
+                return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                # Only a file system without O_DIRECT says so; it may have made the file before it did.
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+                flags &= ~os.O_EXCL
+        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+    def _probe(self) -> bool:
+        """Whether a sector can be written unbuffered here. A full disk leaves the question to the first open."""
+        path = self.directory / _PROBE
+        try:
+            handle = self._open(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return True
+            raise
+        try:
+            with mmap.mmap(-1, SECTOR_BYTES) as sector:
+                os.pwrite(handle, sector, 0)
+        except OSError as error:
+            return self.direct and error.errno != errno.EINVAL
+        finally:
+            os.close(handle)
+            path.unlink()
+        return self.direct
+
+    def _move(self, call: VectoredCall, handle: int, extents: Sequence[Extent]) -> Int64s:
+        batch = Batch(extents)
+        helpers = [self._pool.submit(batch.work, call, handle) for _ in range(min(self._depth, batch.n_calls) - 1)]
+        try:
+            batch.work(call, handle)
+        finally:
+            # Nothing is left to take: those that were queued behind another batch needn't begin.
+            for helper in helpers:
+                if not helper.cancel():
+                    helper.result()
+        return batch.results
+
+
+def _set_aside(handle: int, size_bytes: int) -> None:
+    """Give the file its size and its room; where the file system can't set room aside, only its size."""
+    while size_bytes and _libc.fallocate(handle, 0, 0, size_bytes) != 0:
+        code = ctypes.get_errno()
+        if code == errno.EOPNOTSUPP:
+            os.ftruncate(handle, size_bytes)
+            return
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+def _is_temporary(name: str) -> bool:
+    return name.startswith(".") and name.endswith(_NEW)
+
+
+def _allocated_bytes(path: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+        facts = path.lstat()
+        if stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode):
+            return facts.st_blocks * 512
+    return 0

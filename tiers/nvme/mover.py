@@ -1,0 +1,145 @@
+"""When to make room, and from what: plans compactions and takes their results in. One thread only."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.metrics import Counters
+from kvstore.tiers.nvme import names
+from kvstore.tiers.nvme.compaction import CompactJob, MovePart
+from kvstore.tiers.nvme.files import Files
+from kvstore.tiers.nvme.layout import PAGE_BYTES, Int64s
+from kvstore.tiers.nvme.ledger import Ledger
+from kvstore.tiers.nvme.namebook import NameBook
+from kvstore.tiers.nvme.segments import Segment, Stream
+from kvstore.tiers.nvme.table import FrameState
+from kvstore.tiers.nvme.writer import append_entries, incarnation_of
+
+_LOW_SHARE = 32
+"""Compaction begins when no more than this part of the segments is left to open."""
+_GAIN_SHARE = 64
+"""A segment is worth moving if this part of it comes back."""
+
+
+class Mover:
+    """One compaction at a time."""
+
+    def __init__(self, ledger: Ledger, files: Files, book: NameBook, counters: Counters) -> None:
+        self._ledger = ledger
+        self._files = files
+        self._book = book
+        self._counters = counters
+        self.running: CompactJob | None = None
+        self._n_fruitless = 0
+        self._room_before = 0
+
+    def fruitful(self) -> None:
+        """Something was freed: what could not be gained before may be now."""
+        self._n_fruitless = 0
+
+    def may_gain(self) -> bool:
+        """Whether room comes back without anything being freed."""
+        return self.running is not None or self._dead_segment() or self._victim() is not None
+
+    def begin(self) -> CompactJob | None:
+        """A job if one is due, else None."""
+        if self.running is not None:
+            return None
+        victim = self._victim() if self._is_low() else None
+        waits = self._ledger.n_waiting > 0 and (self._ledger.urgent or self._dead_segment())
+        if victim is None and not waits:
+            return None
+        self._room_before = self._ledger.segments.room_pages(Stream.MOVED)
+        self.running = self._plan(victim)
+        return self.running
+
+    def finish(self, job: CompactJob) -> Int64s:
+        """Take the results in; returns the slots of frames that could not be read and still lie where they were."""
+        ledger, table, segments = self._ledger, self._ledger.table, self._ledger.segments
+        self.running = None
+        alive = table.current(job.slots)
+        alive[alive] = table.state[job.rows[alive]] == FrameState.LIVE
+        here = job.moved & alive
+        ledger.rehouse(job.rows[here], job.new_segments[here], job.new_pages[here])
+        stale = ~here
+        for number, n in zip(*np.unique(job.new_segments[stale], return_counts=True), strict=True):
+            segments.all[int(number)].n_busy -= int(n)
+        # Freed while it was moved: it has a new name, and nobody else knows.
+        ledger.strike(job.records[job.moved & ~alive])
+        for part in job.parts:
+            if part.failed:
+                segments.seal(segments.all[part.number])
+        if job.victim >= 0:
+            segments.all[job.victim].n_readers -= 1
+        ledger.finish_removal(job.removal)
+        ledger.settle()
+        self._counters.add("moved_frames", int(job.moved.sum()))
+        self._counters.add("moved_bytes", int(table.pages[job.rows[job.moved]].sum()) * PAGE_BYTES)
+        self._n_fruitless = 0 if segments.room_pages(Stream.MOVED) > self._room_before else self._n_fruitless + 1
+        lost = ~job.readable & alive
+        if lost.any():
+            segments.all[job.victim].unreadable = True
+            self._counters.add("unreadable_frames", int(lost.sum()))
+        return job.slots[lost]
+
+    def _is_low(self) -> bool:
+        segments = self._ledger.segments
+        n_low = max(1, self._ledger.geometry.n_segments // _LOW_SHARE)
+        return segments.n_available(Stream.NEW) < n_low
+
+    def _dead_segment(self) -> bool:
+        """Whether a segment waits for nothing but that names go."""
+        return any(s.n_dying and not (s.n_live or s.n_busy or s.n_readers) for s in self._ledger.segments.sealed())
+
+    def _victim(self) -> Segment | None:
+        """The sealed segment with the least live in it, if moving that gains room."""
+        ledger = self._ledger
+        if self._n_fruitless > len(ledger.segments.all):
+            return None
+        most = ledger.geometry.frame_pages - max(ledger.geometry.frame_pages // _GAIN_SHARE, 1)
+        fit = [s for s in ledger.segments.sealed() if s.n_live and not (s.n_busy or s.unreadable)]
+        victim = min(fit, key=lambda s: s.charged_pages, default=None)
+        return victim if victim is not None and victim.charged_pages <= most else None
+
+    def _plan(self, victim: Segment | None) -> CompactJob:
+        ledger, table = self._ledger, self._ledger.table
+        rows = np.zeros(0, np.int64) if victim is None else ledger.live_rows(victim)
+        numbers, firsts = self._places(rows)
+        rows = rows[: len(numbers)]
+        old_pages = table.page[rows].astype(np.int64)
+        records = ledger.records(rows)
+        records["value"]["segment"], records["place"]["page"] = numbers, firsts
+        parts = []
+        for number in np.unique(numbers).tolist():
+            segment = ledger.segments.all[number]
+            mine = np.flatnonzero(numbers == number)
+            segment.n_busy += len(mine)
+            records["place"]["log_seq"][mine] = segment.log_seq
+            parts.append(
+                MovePart(
+                    number, incarnation_of(segment), mine, old_pages[mine] * PAGE_BYTES, firsts[mine] * PAGE_BYTES,
+                    table.pages[rows[mine]].astype(np.int64) * PAGE_BYTES,
+                    append_entries(segment, records[mine], self._book, ledger.geometry),
+                )
+            )  # fmt: skip
+        names.seal(records)
+        if victim is not None:
+            victim.n_readers += 1
+        return CompactJob(
+            -1 if victim is None else victim.number, -1 if victim is None else victim.file.handle, rows,
+            table.handles(rows), numbers, firsts, parts, records,
+            names.place_keys(table.log_seq[rows], old_pages), ledger.take_removal(), self._files, self._book,
+        )  # fmt: skip
+
+    def _places(self, rows: Int64s) -> tuple[Int64s, Int64s]:
+        """Places for frames in this order, for as many as there is room."""
+        numbers, firsts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        pages = self._ledger.table.pages[rows]
+        cuts = np.flatnonzero(np.diff(pages)) + 1
+        for run in np.split(np.arange(len(rows)), cuts) if len(rows) else ():
+            number, first = self._ledger.segments.place(Stream.MOVED, int(pages[run[0]]), len(run))
+            numbers.append(number)
+            firsts.append(first)
+            if len(number) < len(run):
+                break
+        return np.concatenate(numbers), np.concatenate(firsts)

@@ -1,0 +1,152 @@
+"""A catalog from the segments themselves, and the check of every frame that recovery "strict" makes.
+
+The index pages of a segment say which frames it holds; a frame counts if its own header says the same. Frames
+that were dead come back by this if their place was not used again: they are whole, and the newest copy of a
+block wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.native import aligned_bytes
+from kvstore.tiers.nvme.files import Extent, Files
+from kvstore.tiers.nvme.layout import FRAME_BYTES_MIN, PAGE_BYTES, Geometry, Int64s
+from kvstore.tiers.nvme.names import FIRST, RECORD, Records, seal
+from kvstore.tiers.nvme.recovery import SegmentOnDisk
+from kvstore.tiers.nvme.segment_index import ENTRY_FIRST, read_entries
+
+READ_BYTES = 32 << 20
+"""Memory for frames and headers that are looked at together."""
+
+
+class FrameFacts(Protocol):
+    """What the tier needs to know about a frame; the frame format has the real one."""
+
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def parent(self) -> bytes: ...
+    @property
+    def namespace(self) -> bytes: ...
+    @property
+    def frame_bytes(self) -> int: ...
+    @property
+    def payload_bytes(self) -> int: ...
+
+
+Inspect = Callable[[memoryview], FrameFacts | None]
+"""From the whole header of a frame to its facts; None when it isn't intact."""
+
+Verify = Callable[[memoryview], bool]
+"""Whether the bytes of a whole frame are intact."""
+
+
+def rebuild_names(
+    files: Files,
+    geometry: Geometry,
+    segments: list[SegmentOnDisk],
+    inspect: Inspect,
+    namespaces: dict[int, tuple[bytes, str]],
+) -> Records:
+    """Names of all frames that the segments hold, in order of writing. Adds to ``namespaces``, undescribed."""
+    numbers_of = {digest: number for number, (digest, _) in namespaces.items()}
+    found = [np.zeros(0, RECORD)]
+    for segment in sorted(segments, key=lambda each: each.log_seq):
+        if segment.log_seq < 0:
+            continue
+        records, digests = _names_of(files, geometry, segment)
+        good = np.zeros(len(records), np.bool_)
+        for at, buffer in _bytes_of(files, segment.handle, records, headers_only=True):
+            facts = inspect(buffer)
+            value = records[at]["value"]
+            if facts is not None:
+                good[at] = (
+                    facts.key == value["key"].tobytes()
+                    and facts.parent == value["parent"].tobytes()
+                    and facts.namespace == digests[at].tobytes()
+                    and facts.frame_bytes == int(value["pages"]) * PAGE_BYTES
+                    and facts.payload_bytes == int(value["payload_bytes"])
+                )
+        records, digests = records[good], digests[good]
+        kinds, which = np.unique(digests.view("V16").reshape(-1), return_inverse=True)
+        for digest in (kind.tobytes() for kind in kinds):
+            if digest not in numbers_of:
+                numbers_of[digest] = max(namespaces, default=-1) + 1
+                namespaces[numbers_of[digest]] = (digest, "")
+        numbers = np.array([numbers_of[kind.tobytes()] for kind in kinds], np.uint32)
+        if len(records):
+            records["value"]["namespace"] = numbers[which.reshape(-1)]
+        found.append(records)
+    together = np.concatenate(found).astype(RECORD)  # concatenate makes big-endian fields native
+    together["value"]["age"] = np.arange(len(together))
+    seal(together)
+    return together
+
+
+def verified(files: Files, segments: list[SegmentOnDisk], records: Records, verify: Verify) -> NDArray[np.bool_]:
+    """Which frames are intact on the disk, read whole; bool [n]."""
+    good = np.zeros(len(records), np.bool_)
+    for segment in segments:
+        mine = np.flatnonzero(records["value"]["segment"] == segment.number)
+        for at, buffer in _bytes_of(files, segment.handle, records[mine], headers_only=False):
+            good[mine[at]] = verify(buffer)
+    return good
+
+
+def _names_of(files: Files, geometry: Geometry, segment: SegmentOnDisk) -> tuple[Records, NDArray[np.uint8]]:
+    """What the index pages of a segment say: names, and the digests of their namespaces (uint8 [n, 16])."""
+    index = aligned_bytes((geometry.index_pages - 1) * PAGE_BYTES)
+    index[:] = 0
+    pages = [
+        Extent(PAGE_BYTES + at, ((int(index.ctypes.data) + at, PAGE_BYTES),)) for at in range(0, len(index), PAGE_BYTES)
+    ]
+    files.read(segment.handle, pages)
+    entries = read_entries(index, segment.log_seq)
+    sizes = entries["pages"] & ~ENTRY_FIRST
+    firsts = entries["page"].astype(np.int64)
+    inside = (firsts >= geometry.index_pages) & ((firsts + sizes) * PAGE_BYTES <= segment.size_bytes)
+    inside &= (sizes.astype(np.int64) * PAGE_BYTES >= FRAME_BYTES_MIN) & (
+        entries["payload_bytes"] < sizes.astype(np.int64) * PAGE_BYTES
+    )
+    entries, sizes = entries[inside], sizes[inside]
+    records = np.zeros(len(entries), RECORD)
+    records["place"]["log_seq"], records["place"]["page"] = segment.log_seq, entries["page"]
+    value = records["value"]
+    for name in ("key", "parent", "payload_bytes"):
+        value[name] = entries[name]
+    value["segment"], value["pages"] = segment.number, sizes
+    value["flags"] = np.where(entries["pages"] & ENTRY_FIRST, FIRST, 0)
+    return records, np.ascontiguousarray(entries["namespace"])
+
+
+def _bytes_of(files: Files, handle: int, records: Records, headers_only: bool) -> Iterator[tuple[int, memoryview]]:
+    """Frames, or their headers, one after the other, with their places in ``records``; unreadable ones are left out."""
+    pages = records["value"]["pages"].astype(np.int64)
+    if headers_only:
+        pages -= -(-records["value"]["payload_bytes"].astype(np.int64) // PAGE_BYTES)
+    offsets = records["place"]["page"].astype(np.int64) * PAGE_BYTES
+    start = 0
+    while start < len(records):
+        ends = np.cumsum(pages[start:]) * PAGE_BYTES
+        n = max(int(np.searchsorted(ends, READ_BYTES, side="right")), 1)
+        yield from _read(files, handle, start, offsets[start : start + n], pages[start : start + n] * PAGE_BYTES)
+        start += n
+
+
+def _read(files: Files, handle: int, start: int, offsets: Int64s, sizes: Int64s) -> Iterator[tuple[int, memoryview]]:
+    memory = aligned_bytes(int(sizes.sum()))
+    places = np.cumsum(sizes) - sizes
+    base = int(memory.ctypes.data)
+    extents = [
+        Extent(offset, ((base + place, size),))
+        for offset, place, size in zip(offsets.tolist(), places.tolist(), sizes.tolist(), strict=True)
+    ]
+    done = files.read(handle, extents)
+    for i in np.flatnonzero(done == sizes).tolist():
+        place = int(places[i])
+        yield start + i, memoryview(memory[place : place + int(sizes[i])])  # type: ignore[arg-type]

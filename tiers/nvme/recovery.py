@@ -1,0 +1,112 @@
+"""From what lies on the disk to what the tier serves: names checked against segments, whole prefixes only, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.native import aligned_bytes
+from kvstore.tiers.nvme.files import Extent, Files
+from kvstore.tiers.nvme.layout import PAGE_BYTES, Geometry, Int64s
+from kvstore.tiers.nvme.lookup import KeyLookup
+from kvstore.tiers.nvme.names import FIRST, Records
+from kvstore.tiers.nvme.segment_index import log_seq_of
+from kvstore.tiers.nvme.superblock import segment_name, segment_numbers
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentOnDisk:
+    """A segment file as it was found. ``log_seq`` is -1 when it has no intact head."""
+
+    number: int
+    handle: int
+    size_bytes: int
+    log_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """Frames found when a directory was opened, parents before children, else oldest first; arrays ``[n]``.
+
+    ``namespaces`` are the numbers of ``NvmeTier.namespaces``. ``keys`` and ``parents`` are uint8 [n, 16].
+    """
+
+    slots: Int64s
+    keys: NDArray[np.uint8]
+    parents: NDArray[np.uint8]
+    namespaces: NDArray[np.uint32]
+    payload_bytes: NDArray[np.uint32]
+    frame_bytes: NDArray[np.uint32]
+
+
+def open_segments(files: Files, geometry: Geometry, uuid: bytes) -> list[SegmentOnDisk]:
+    """Open all segment files and read their heads; files that can't be opened are left out."""
+    page = aligned_bytes(PAGE_BYTES)
+    found = []
+    for number in segment_numbers(files.names()):
+        try:
+            handle = files.open(segment_name(number))
+            size_bytes = min(files.size_bytes(handle), geometry.segment_bytes)
+        except OSError:
+            continue
+        page[:] = 0
+        done = files.read(handle, [Extent(0, ((int(page.ctypes.data), PAGE_BYTES),))])
+        log_seq = log_seq_of(page, uuid, number) if done[0] == PAGE_BYTES else -1
+        found.append(SegmentOnDisk(number, handle, size_bytes, log_seq))
+    return found
+
+
+def in_segments(records: Records, segments: list[SegmentOnDisk], geometry: Geometry) -> NDArray[np.bool_]:
+    """Which names point to a whole extent of a segment that is in the same incarnation; bool [n]."""
+    n = max((segment.number for segment in segments), default=0) + 1
+    log_seqs, sizes = np.full(n, -1, np.int64), np.zeros(n, np.int64)
+    for segment in segments:
+        log_seqs[segment.number], sizes[segment.number] = segment.log_seq, segment.size_bytes
+    value = records["value"]
+    numbers = value["segment"].astype(np.int64)
+    known = numbers < n
+    at = np.where(known, numbers, 0)
+    firsts, pages = records["place"]["page"].astype(np.int64), value["pages"].astype(np.int64)
+    inside = (firsts >= geometry.index_pages) & (pages > 0) & ((firsts + pages) * PAGE_BYTES <= sizes[at])
+    same: NDArray[np.bool_] = known & inside & (log_seqs[at] == records["place"]["log_seq"].astype(np.int64))
+    return same
+
+
+def newest_of_each(records: Records) -> NDArray[np.bool_]:
+    """Which names are the last written of their key; bool [n]. ``records`` are in order of writing."""
+    pairs = np.ascontiguousarray(records["value"]["key"]).view(np.uint64).reshape(-1, 2)
+    order = np.lexsort((np.arange(len(records)), pairs[:, 1], pairs[:, 0]))
+    last = np.ones(len(records), np.bool_)
+    last[order[:-1]] = (pairs[order[1:]] != pairs[order[:-1]]).any(axis=1)
+    return last
+
+
+def closed_and_ordered(records: Records) -> Int64s:
+    """Indexes of the names whose ancestors are all there, parents before children, else oldest first.
+
+    Keys are distinct. Walks up all chains at once, twice as far in every round.
+    """
+    n = len(records)
+    value = records["value"]
+    keys = np.ascontiguousarray(value["key"])
+    lookup = KeyLookup(n)
+    lookup.add(keys, np.arange(n))
+    parents = lookup.find(keys, value["parent"])
+    first = (value["flags"] & FIRST) != 0
+    lost = ~first & (parents < 0)
+    up = np.where(first, -1, parents)
+    depth = np.ones(n, np.int64)
+    age = value["age"].astype(np.int64)
+    for _ in range(n.bit_length() + 1):
+        climbing = np.flatnonzero(up >= 0)
+        to = up[climbing]
+        depth[climbing] += depth[to]
+        lost[climbing] |= lost[to]
+        age[climbing] = np.maximum(age[climbing], age[to])
+        up[climbing] = up[to]
+    lost[up >= 0] = True  # a cycle, which no hash chain has
+    order = np.lexsort((depth, age))
+    kept: Int64s = order[~lost[order]]
+    return kept
