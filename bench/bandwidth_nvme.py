@@ -28,7 +28,9 @@ from kvstore.types import KVSpec, Namespace
 
 WRITE, READ = "put + persist", "cold lease"
 DRAM_BATCHES = 4
-"""The daemon's DRAM holds so many batches; as it holds the newest, twice as many are always cold in turn."""
+"""The daemon's DRAM holds so many batches. Those written last may stay there; of the others, read in turn, it never
+holds the next one.
+"""
 
 _PUT_BYTES = 32 * MIB
 _SPARE_BYTES = 512 * MIB
@@ -68,6 +70,11 @@ class NvmeOptions:
     def batches(self) -> int:
         """Batches in the data set."""
         return max(self.pairs + 1, 2 * DRAM_BATCHES + 2)
+
+    @property
+    def cold_batches(self) -> int:
+        """Those that are read."""
+        return self.batches - DRAM_BATCHES
 
     @property
     def dram_bytes(self) -> int:
@@ -183,13 +190,13 @@ class NvmeBench:
                 lambda _: self._limit.write_s(n_bytes, self._block_bytes),
             ),
         )
-        for number in range(options.batches):
+        for number in range(options.cold_batches):
             self._read_s(number)
         yield (
             READ,
             paired(
                 options.pairs,
-                lambda i: self._read_s(i % options.batches),
+                lambda i: self._read_s(i % options.cold_batches),
                 lambda _: self._limit.read_s(n_bytes, self._block_bytes),
             ),
         )
@@ -233,7 +240,8 @@ class NvmeBench:
         tokens = self._tokens(number)
         seconds, lease = timed(lambda: self._lease(tokens))
         with lease:
-            self._must_be_all("were read from NVMe", lease.n_nvme, reason=lease.reason)
+            held = f"{len(lease)} are in DRAM, {lease.n_pending} are on their way"
+            self._must_be_all("were read from NVMe", lease.n_nvme, reason=lease.reason or held)
             expected = self._stamped(number)
             for i in range(self._n_blocks):
                 self.mismatches += not np.array_equal(lease.view(i), expected[i])

@@ -2,6 +2,11 @@
 
 The model: requests in order; a hit is the longest run of leading blocks that is present; then all of the
 request's blocks are accessed and the absent ones inserted, and what is over the capacity is evicted.
+
+With an NVMe tier below, blocks found there come up into DRAM, and each tier gives up what is over its own
+capacity, DRAM first. Writing takes no time: ``through`` writes what is inserted at once, ``back`` what DRAM
+is about to give up, ``selective`` what has been accessed often enough; ancestors that are not on NVMe are
+written first.
 """
 
 from __future__ import annotations
@@ -15,7 +20,9 @@ from numpy.typing import NDArray
 from kvstore.bench import workload as work
 from kvstore.bench.generate import TokenTrace
 from kvstore.bench.workload import Workload
+from kvstore.config import WRITE_POLICIES
 from kvstore.errors import BadInputError
+from kvstore.prefix_index.block_table import DRAM, Ids
 from kvstore.prefix_index.index import Match, PrefixIndex
 from kvstore.prefix_index.policy import EvictionPolicy, make_policy
 from kvstore.prefix_index.rows import RowPath
@@ -29,7 +36,10 @@ Progress = Callable[[int], None]
 
 @dataclass(slots=True)
 class HitCounts:
-    """Totals of one run. ``token_hits`` is token-granular where the workload has token ids."""
+    """Totals of one run. ``token_hits`` is token-granular where the workload has token ids.
+
+    ``evicted`` counts the blocks that no tier had any more.
+    """
 
     requests: int = 0
     block_accesses: int = 0
@@ -39,6 +49,8 @@ class HitCounts:
     any_hits: int = 0
     inserted: int = 0
     evicted: int = 0
+    dram_block_hits: int = 0
+    nvme_block_hits: int = 0
 
     @property
     def block_hit_ratio(self) -> float:
@@ -83,18 +95,29 @@ def simulate(
     workload: Workload,
     policy: str | EvictionPolicy = "lru",
     capacity_blocks: int | None = None,
+    nvme_blocks: int | None = None,
+    write_policy: str = "through",
     *,
+    selective_hits: int = 2,
     partial: bool = True,
     progress: Progress | None = None,
 ) -> HitCounts:
     """Hit counts of ``workload`` with room for ``capacity_blocks`` blocks (None: unlimited).
 
+    ``nvme_blocks``: the capacity of an NVMe tier below (None: there is none), to which ``write_policy`` writes;
+    ``selective`` writes a block at its access number ``selective_hits``, of which its insertion is the first.
     ``partial=False`` is a cache of whole blocks only: short last blocks are not kept, and the leading tokens
     of a block that differs later are no hit. It matters for workloads with token ids only.
     """
-    if capacity_blocks is not None and capacity_blocks < 1:
-        raise BadInputError(f"capacity is {capacity_blocks} blocks; it must be at least 1")
-    run = _Simulation(workload, policy, capacity_blocks, partial)
+    for blocks in (capacity_blocks, nvme_blocks):
+        if blocks is not None and blocks < 1:
+            raise BadInputError(f"capacity is {blocks} blocks; it must be at least 1")
+    if write_policy not in WRITE_POLICIES:
+        raise BadInputError(f"write_policy is {write_policy!r}; known are {', '.join(WRITE_POLICIES)}")
+    if nvme_blocks is None:
+        run = _Simulation(workload, policy, capacity_blocks, partial)
+    else:
+        run = _Hierarchy(workload, policy, capacity_blocks, partial, nvme_blocks, write_policy, selective_hits)
     for index in range(workload.n_requests):
         run.step(index)
         if progress is not None:
@@ -122,23 +145,32 @@ def sweep(
 class _Simulation:
     """One run: an index, and the model's four steps per request."""
 
+    nvme = False
+
     def __init__(self, workload: Workload, policy: str | EvictionPolicy, capacity: int | None, partial: bool) -> None:
         self.counts = HitCounts()
         self._workload = workload
         self._has_tokens = isinstance(workload, TokenTrace)
-        self._index = PrefixIndex(make_policy(policy) if isinstance(policy, str) else policy)
+        self._index = PrefixIndex(make_policy(policy) if isinstance(policy, str) else policy, nvme=self.nvme)
         self._capacity = capacity
         self._partial = partial
         self._root_key = Root().key(work.namespace(workload, 1, "simulated").digest())
         self._next_slot = 0
 
     def step(self, index: int) -> None:
+        """Replay one request."""
         request = self._workload.requests[index]
         path = work.row_path(self._workload, index)
         match = self._index.match(self._root_key, path)
+        ids = match.ids
+        if self._partial and match.partial_id >= 0:
+            ids = np.append(ids, np.uint32(match.partial_id))
         whole, tokens = self._hits(index, path, match)
         self.counts.count(work.n_blocks(self._workload, index), whole, request.input_length, tokens)
-        self._access(path, match, whole, request.timestamp_s)
+        self._find(ids, whole, request.timestamp_s)
+        n_new = (path.n_rows if self._partial else path.n_full_rows) - whole
+        if n_new > 0:
+            self._store(path, whole, n_new, request.timestamp_s)
         self._evict_excess()
 
     def _hits(self, index: int, path: RowPath, match: Match) -> tuple[int, int]:
@@ -148,24 +180,77 @@ class _Simulation:
         tokens = match.n_tokens if self._partial else len(match.ids) * path.block_tokens
         return work.whole_blocks(self._workload, index, tokens), tokens
 
-    def _access(self, path: RowPath, match: Match, first: int, now_s: float) -> None:
-        """Touch what was found, insert what was not."""
-        ids = match.ids
-        if self._partial and match.partial_id >= 0:
-            ids = np.append(ids, np.uint32(match.partial_id))
+    def _find(self, ids: Ids, n_hits: int, now_s: float) -> None:
+        """Access what was found; the first ``n_hits`` of it are hits."""
+        in_dram = int(np.count_nonzero(self._index.resident(ids[:n_hits], DRAM)))
+        self.counts.dram_block_hits += in_dram
+        self.counts.nvme_block_hits += n_hits - in_dram
         if len(ids):
             self._index.touch(ids, now_s)
-        n_new = (path.n_rows if self._partial else path.n_full_rows) - first
-        if n_new > 0:
-            slots = np.arange(self._next_slot, self._next_slot + n_new, dtype=np.int64)
-            self._next_slot += n_new
-            self.counts.inserted += self._insert(path, first, slots, now_s)
 
-    def _insert(self, path: RowPath, first: int, slots: NDArray[np.int64], now_s: float) -> int:
-        inserted = self._index.insert(self._root_key, path, first, slots, 1, now_s)
-        return int(np.count_nonzero(inserted.is_new))
+    def _store(self, path: RowPath, first: int, n: int, now_s: float) -> Ids:
+        """Insert what was not found; returns the blocks that were not in DRAM before."""
+        before = self._index.n_blocks
+        inserted = self._index.insert(self._root_key, path, first, self._slots(n), 1, now_s)
+        self.counts.inserted += self._index.n_blocks - before
+        return inserted.ids[inserted.is_new]
 
     def _evict_excess(self) -> None:
-        excess = 0 if self._capacity is None else self._index.n_blocks - self._capacity
+        excess = self._excess()
         if excess > 0:
-            self.counts.evicted += len(self._index.evict(excess).ids)
+            self.counts.evicted += int(np.count_nonzero(self._index.evict(excess).gone))
+
+    def _excess(self) -> int:
+        return 0 if self._capacity is None else self._index.n_dram_blocks - self._capacity
+
+    def _slots(self, n: int) -> NDArray[np.int64]:
+        self._next_slot += n
+        return np.arange(self._next_slot - n, self._next_slot, dtype=np.int64)
+
+
+class _Hierarchy(_Simulation):
+    """As above with an NVMe tier."""
+
+    nvme = True
+
+    def __init__(
+        self,
+        workload: Workload,
+        policy: str | EvictionPolicy,
+        capacity: int | None,
+        partial: bool,
+        nvme_blocks: int,
+        write_policy: str,
+        selective_hits: int,
+    ) -> None:
+        super().__init__(workload, policy, capacity, partial)
+        self._nvme_blocks = nvme_blocks
+        self._write_policy = write_policy
+        self._selective_hits = selective_hits
+
+    def _find(self, ids: Ids, n_hits: int, now_s: float) -> None:
+        super()._find(ids, n_hits, now_s)
+        absent = ids[~self._index.resident(ids, DRAM)]
+        self._index.add_dram(absent, self._slots(len(absent)))
+        if self._write_policy == "selective":
+            self._write(ids[self._index.table.hits[ids] >= self._selective_hits])
+
+    def _store(self, path: RowPath, first: int, n: int, now_s: float) -> Ids:
+        ids = super()._store(path, first, n, now_s)
+        if self._write_policy == "through":
+            self._write(ids)
+        return ids
+
+    def _evict_excess(self) -> None:
+        if self._write_policy == "back":
+            for _ in range(self._excess()):
+                self._write(self._index.coldest(1))
+                self.counts.evicted += int(np.count_nonzero(self._index.evict(1).gone))
+        super()._evict_excess()
+        excess = self._index.n_nvme_blocks - self._nvme_blocks
+        if excess > 0:
+            self.counts.evicted += int(np.count_nonzero(self._index.evict_nvme(excess).gone))
+
+    def _write(self, ids: Ids) -> None:
+        chain = self._index.chain_unpersisted(ids)
+        self._index.add_nvme(chain, self._slots(len(chain)))

@@ -14,7 +14,7 @@ from kvstore.bench.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class SimulationReport:
-    """``counts`` at the capacity asked for, ``points`` of the curve.
+    """``counts`` at the capacities asked for, ``points`` of the curve of one tier.
 
     ``whole_block_counts`` and ``whole_block_points`` are a cache of whole blocks only, for workloads with
     token ids (None and empty for others, whose hits are whole blocks anyway).
@@ -28,19 +28,27 @@ class SimulationReport:
     points: tuple[SweepPoint, ...]
     whole_block_counts: HitCounts | None
     whole_block_points: tuple[SweepPoint, ...]
+    nvme_capacity_blocks: int | None = None
+    write_policy: str = "through"
 
     def to_dict(self) -> dict[str, Any]:
-        """One JSON-able object with the keys of a real replay; no tier took part and no byte was read."""
+        """One JSON-able object with the keys of a real replay; no byte was read."""
         whole = self.whole_block_counts
+        tiers: dict[str, dict[str, Any]] = {}
+        if self.nvme_capacity_blocks is not None:
+            tiers["dram"] = {"capacity_blocks": self.capacity_blocks, "block_hits": self.counts.dram_block_hits}
+            tiers["nvme"] = {"capacity_blocks": self.nvme_capacity_blocks, "block_hits": self.counts.nvme_block_hits}
         return {
             "mode": "simulate",
             "trace": self.name,
             "policy": self.policy,
             "capacity_blocks": self.capacity_blocks,
+            "nvme_capacity_blocks": self.nvme_capacity_blocks,
+            "write_policy": self.write_policy,
             "unique_blocks": self.unique_blocks,
             **counts_dict(self.counts),
             "mismatches": 0,
-            "tiers": {},
+            "tiers": tiers,
             "whole_blocks_only": None if whole is None else counts_dict(whole),
             "curve": curve_dict(self.points),
         }
@@ -66,15 +74,16 @@ def run_simulation(
     percents: Sequence[float] = DEFAULT_PERCENTS,
     progress: Progress | None = None,
 ) -> SimulationReport:
-    """Simulate at the capacity of ``options`` and at ``percents``; ``progress`` counts over all runs."""
+    """Simulate at the capacities of ``options`` and, DRAM alone, at ``percents``; ``progress`` counts over all runs."""
     capacity, policy = options.capacity(workload), options.policy
+    nvme_blocks, write_policy = options.nvme_capacity(workload), options.write_policy
     has_tokens = isinstance(workload, TokenTrace)
     whole: HitCounts | None = None
     whole_points: list[SweepPoint] = []
-    counts = simulate(workload, policy, capacity, progress=progress)
+    counts = simulate(workload, policy, capacity, nvme_blocks, write_policy, progress=progress)
     points = sweep(workload, policy, percents, progress=progress)
     if has_tokens:
-        whole = simulate(workload, policy, capacity, partial=False, progress=progress)
+        whole = simulate(workload, policy, capacity, nvme_blocks, write_policy, partial=False, progress=progress)
         whole_points = sweep(workload, policy, percents, partial=False, progress=progress)
     return SimulationReport(
         name=workload.name,
@@ -85,6 +94,8 @@ def run_simulation(
         points=tuple(points),
         whole_block_counts=whole,
         whole_block_points=tuple(whole_points),
+        nvme_capacity_blocks=nvme_blocks,
+        write_policy=write_policy,
     )
 
 

@@ -10,8 +10,7 @@ page groups of 16 KiB it makes every other thread wait for it: an echo by the lo
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import os
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError
+from kvstore.native.library import library
 
 Hashes = NDArray[np.uint64]
 
@@ -67,15 +67,10 @@ def _library_hash() -> Any:
 
 def _batch(hash_function: Any) -> Any:
     """``kv_hash_batch`` of this package's C part, or None."""
-    if hash_function is None or os.environ.get("KVSTORE_NATIVE") == "0":
+    loaded = library()
+    if hash_function is None or loaded is None or not hasattr(loaded, "kv_hash_batch"):
         return None
-    try:
-        spec = importlib.util.find_spec("kvstore.native._streamcopy")
-        if spec is None or spec.origin is None:
-            return None
-        function = ctypes.CDLL(spec.origin).kv_hash_batch
-    except (AttributeError, OSError):
-        return None
+    function = loaded.kv_hash_batch
     function.argtypes = (*(ctypes.c_void_p,) * 4, ctypes.c_size_t)
     function.restype = None
     return function

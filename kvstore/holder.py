@@ -46,6 +46,7 @@ DESCRIPTORS_MAX = 64
 """Most descriptors in one packet."""
 GRACE_S = 60.0
 CONNECTIONS_MAX = 16
+LISTENS = "the holder listens\n"
 REPLY_S = 5.0
 """A daemon that does not take what it asked for within this time is cut off."""
 
@@ -195,8 +196,8 @@ class Holder:
             self._ends_at_s = time.monotonic() + self._grace_s
 
     def _act(self, sock: socket.socket, message: dict[str, Any], fds: list[int]) -> None:
-        op = message["op"]
         try:
+            op = message["op"]
             if op == "put":
                 self._put(sock, str(message["generation"]), message["entries"], fds)
         finally:
@@ -234,6 +235,8 @@ class Holder:
     def _claim(self, sock: socket.socket, owner: str) -> None:
         while self._daemon is not None and self._daemon is not sock and self._take(self._daemon):
             pass  # all that a dead one had to say, up to its end
+        if self._ended:
+            raise ValueError("it was told to end")
         if self._daemon is not None:
             send(sock, {"refused": "busy"})
             return
@@ -264,16 +267,45 @@ class Holder:
         self._generations.pop("", Generation()).clear()
 
 
-def detach(ready_fd: int) -> None:
-    """Become a process of its own, of no session but its own, that only its socket speaks for."""
+def detach(path: Path, grace_s: float) -> int:
+    """Run a holder in a process of its own, of no session but its own; returns once it listens, or can't."""
+    ready, child_end = os.pipe()
+    if os.fork():
+        os.close(child_end)
+        said = os.read(ready, 4096).decode(errors="replace")
+        if said != LISTENS:
+            print(said or "the holder ended at once", file=sys.stderr)  # noqa: T201
+        return 0 if said == LISTENS else 1
+    os.close(ready)
     os.setsid()
     os.chdir("/")
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     os.close(null)
-    os.write(ready_fd, b"1")
-    os.close(ready_fd)
+    code = serve(path, grace_s, child_end)
+    os._exit(code)
+
+
+def serve(path: Path, grace_s: float, told_fd: int) -> int:
+    """Run a holder here. What became of the socket is written to ``told_fd``, which is then closed."""
+    # Two descriptors of each region at the moment of a switch.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    holder, says = None, LISTENS
+    try:
+        holder = Holder(path, grace_s)
+    except BlockingIOError:
+        says = f"another holder has {path}"
+    except OSError as error:
+        says = f"the holder can't listen on {path}: {error}"
+    os.write(told_fd, says.encode())
+    os.close(told_fd)
+    if holder is None:
+        return 1
+    holder.run()
+    return 0
 
 
 def main() -> int:
@@ -283,28 +315,9 @@ def main() -> int:
     parser.add_argument("--grace", type=float, default=GRACE_S, help="seconds to wait for the next daemon")
     parser.add_argument("--foreground", action="store_true", help="don't detach (for a service manager)")
     options = parser.parse_args()
-    # Two descriptors of each region at the moment of a switch.
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    try:
-        holder = Holder(options.socket.absolute(), options.grace)
-    except BlockingIOError:
-        print(f"another holder has {options.socket}", file=sys.stderr)  # noqa: T201
-        return 1
-    except OSError as error:
-        print(f"the holder can't listen on {options.socket}: {error}", file=sys.stderr)  # noqa: T201
-        return 1
-    if not options.foreground:
-        ready, child_end = os.pipe()
-        if os.fork():
-            os.close(child_end)
-            return 0 if os.read(ready, 1) else 1
-        os.close(ready)
-        detach(child_end)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    holder.run()
-    return 0
+    if options.foreground:
+        return serve(options.socket.absolute(), options.grace, os.dup(2))
+    return detach(options.socket.absolute(), options.grace)
 
 
 if __name__ == "__main__":

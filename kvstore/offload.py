@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from kvstore.clock import Clock
 from kvstore.compression.frame import FrameLayout, FrameRow
+from kvstore.errors import IntegrityError
 from kvstore.jobs import Job, Jobs, Lane
 from kvstore.metrics import Counters
 from kvstore.native import aligned_bytes, row_addresses
@@ -112,7 +113,7 @@ class Offloader:
         index: PrefixIndex,
         dram: DramTier,
         nvme: NvmeTier,
-        layout_of: Callable[[int], FrameLayout],
+        layout_of: Callable[[int], FrameLayout | None],
         number_of: Callable[[int], int],
         jobs: Jobs,
         counters: Counters,
@@ -124,6 +125,7 @@ class Offloader:
     ) -> None:
         """``layout_of``, ``number_of``: frames and catalog number of a namespace, by its number in the block table.
 
+        No frames: blocks of that namespace can't lie on NVMe.
         ``hits``: at which access ``selective`` writes.
         """
         self._index = index
@@ -182,6 +184,11 @@ class Offloader:
         new = [block for block in chain.tolist() if block not in self._pending]
         if not new:
             return
+        namespaces = self._index.table.namespace
+        storable = [block for block in new if self._layout_of(int(namespaces[block])) is not None]
+        if len(storable) < len(new):
+            self._counters.add("offload_skipped_blocks", len(new) - len(storable))
+            new = storable
         if self.suspended:
             self._counters.add("offload_skipped_blocks", len(new))
             return
@@ -304,7 +311,7 @@ class Offloader:
         """Take blocks of one namespace from the head of the queue."""
         namespaces = self._index.table.namespace
         namespace = int(namespaces[self._queue[0]])
-        layout = self._layout_of(namespace)
+        layout = self._layout(namespace)
         most = max(1, most_bytes // layout.frame_bytes)
         run: list[int] = []
         while self._queue and len(run) < most and namespaces[self._queue[0]] == namespace:
@@ -404,7 +411,13 @@ class Offloader:
         return parent
 
     def _frame_bytes(self, block: int) -> int:
-        return self._layout_of(int(self._index.table.namespace[block])).frame_bytes
+        return self._layout(int(self._index.table.namespace[block])).frame_bytes
+
+    def _layout(self, namespace: int) -> FrameLayout:
+        layout = self._layout_of(namespace)
+        if layout is None:
+            raise IntegrityError(f"blocks of namespace {namespace} were queued, but can't lie on NVMe")
+        return layout
 
     # Facts ---------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from kvstore.clock import Clock
 from kvstore.compression.frame import FrameLayout
+from kvstore.errors import IntegrityError
 from kvstore.jobs import Job, Jobs, Lane
 from kvstore.metrics import Counters
 from kvstore.native import aligned_bytes, row_addresses
@@ -106,7 +107,7 @@ class Onboarder:
         dram: DramTier,
         nvme: NvmeTier,
         room: RoomMaker,
-        layout_of: Callable[[int], FrameLayout],
+        layout_of: Callable[[int], FrameLayout | None],
         jobs: Jobs,
         counters: Counters,
         clock: Clock,
@@ -143,9 +144,11 @@ class Onboarder:
 
         Blocks that can't be queued are not waited for. The load pins all ``ids`` until ``end``.
         """
-        self._index.pin(ids)
         wanted = read_ids.tolist()
         layout = self._layout_of(namespace)
+        if layout is None:
+            raise IntegrityError(f"blocks of namespace {namespace} lie on NVMe, which has no frames for them")
+        self._index.pin(ids)
         new = [] if self.stuck else [block for block in wanted if block not in self._under_way]
         room = max(self._queue_bytes_max - self._queued_bytes, 0) // layout.frame_bytes
         if len(new) > room:

@@ -117,6 +117,8 @@ class BlockTable:
         self._free = array("I")
         self.n_used = 0
         """Ids below this have been used; all arrays are at least this long."""
+        self.n_cold = 0
+        """Blocks in state COLD."""
         self.reserve(max(reserve_blocks, 16))
 
     @property
@@ -165,8 +167,7 @@ class BlockTable:
         return ids
 
     def free(self, ids: Ids) -> None:
-        """Give ids back; their blocks are no longer alive."""
-        self.residency[ids] = 0
+        """Give ids back, whose copies are gone; their blocks are no longer alive."""
         self.state[ids] = FREE
         self.node[ids] = None
         self._free.frombytes(ids.tobytes())

@@ -38,9 +38,12 @@ class ColdBlocks:
 
     def __init__(self, table: BlockTable) -> None:
         self._table = table
-        self.n = 0
-        """Blocks that are cold."""
         self._empty()
+
+    @property
+    def n(self) -> int:
+        """Blocks that are cold."""
+        return self._table.n_cold
 
     def _empty(self) -> None:
         self._prefixes = np.empty(0, np.uint64)
@@ -129,11 +132,11 @@ class ColdBlocks:
             prefixes = np.insert(self._prefixes, at, prefixes)
             ids, ordinals = np.insert(self._ids, at, ids), np.insert(self._roots, at, ordinals)
         self._prefixes, self._ids, self._roots = prefixes, ids, ordinals
-        self.n = len(ids)
+        self._table.n_cold = len(ids)
 
     def left(self, n: int) -> None:
         """``n`` blocks are cold no longer; their state says so already."""
-        self.n -= n
+        self._table.n_cold -= n
         if self.n == 0:
             self._empty()
         elif self.n * 2 < len(self._ids):

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import IntegrityError
-from kvstore.prefix_index.block_table import DRAM, DRAM_BIT, At, BlockTable, Ids, residency_bit
+from kvstore.prefix_index.block_table import DRAM, At, BlockTable, Ids
 from kvstore.prefix_index.policy import EvictionPolicy
 
 _SNAPSHOT_MIN = 4096
@@ -106,21 +106,19 @@ class Evictor:
 
     def run(self, ids: Ids) -> int:
         """How many of ``ids`` go next, one after the other: ``ids[0]`` came from ``pop``, each is the parent
-        of the one before it."""
+        of the one before it. All of a run have the same copies, and none but the first another child: where
+        that ends, the next ``pop`` goes on."""
         table = self._table
         if not self._chunk:
             self._load()
         least = min(self._heap[0][0] if self._heap else math.inf, self._chunk[-1][0] if self._chunk else math.inf)
         ranks = table.rank[ids]
-        stays = (ranks >= least) | (ranks > self._bound) | (table.refs[ids] != 0)
-        children = table.n_dram_children if self._tier == DRAM else table.n_nvme_children
-        stays |= children[ids] > 1
+        stays = (ranks >= least if least <= self._bound else ranks > self._bound) | (table.refs[ids] != 0)
         if table.nvme:
             residency = table.residency[ids]
-            stays |= (residency & residency_bit(self._tier)) == 0
-            if self._tier != DRAM:  # a last copy goes only if its one child went for good just before
-                in_dram = (residency & DRAM_BIT) != 0
-                stays[1:] |= ~in_dram[1:] & ((table.n_children[ids[1:]] > 1) | in_dram[:-1])
+            stays |= residency != residency[0]
+        if table.nvme or table.n_cold:
+            stays |= table.n_children[ids] > 1
         stays[0] = False
         first = int(stays.argmax())
         return first if stays[first] else len(ids)

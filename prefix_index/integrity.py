@@ -125,8 +125,6 @@ def _check_counts(table: BlockTable) -> None:
     children = alive[table.parent[alive] != NO_PARENT]
     parents = table.parent[children]
     _require(bool((table.state[parents] != FREE).all()), "the block before a block is alive")
-    below_cold = table.state[parents] == COLD
-    _require(bool((table.state[children[below_cold]] == COLD).all()), "what follows a cold block is cold")
     everyone = np.ones(len(children), np.bool_)
     columns = [("", everyone, table.n_children), ("in DRAM ", table.resident(children, DRAM), table.n_dram_children)]
     if table.nvme:

@@ -16,6 +16,8 @@ from kvstore.prefix_index.copies import Copies
 from kvstore.prefix_index.policy import EvictionPolicy
 from kvstore.prefix_index.tree import RadixTree, as_ids
 
+_COLD_RUN_MAX = 64
+
 
 class Evicted(NamedTuple):
     """Blocks that lost their copy in a tier, in the order they went."""
@@ -88,16 +90,23 @@ class Leaving:
         table = self._table
         ended = (table.residency[at] == 0) & (table.n_children[at] == 0) & (table.refs[at] == 0)
         for block in at[ended].tolist():
-            if table.state[block] != FREE:  # it may have gone with the block behind it
+            if block not in self._left:  # it may have gone with the block behind it
                 self._copies.n_broken -= 1
                 self._leave(array("I", (block,)))
         self._free()
 
     def _tail(self, block: int, most: int) -> array[int]:
-        """``block`` and the blocks before it on its edge, at most ``most``."""
-        node = self._table.node[block]
+        """``block`` and the blocks before it on its edge, or before it and cold like it; at most ``most``."""
+        table = self._table
+        node = table.node[block]
         if node is None:
-            return array("I", (block,))
+            tail = array("I", (block,))
+            while len(tail) < min(most, _COLD_RUN_MAX):
+                block = int(table.parent[block])
+                if block == NO_PARENT or table.node[block] is not None:
+                    break
+                tail.append(block)
+            return tail
         ids: array[int] = node.ids
         end = len(ids)
         if ids[-1] != block:
@@ -107,43 +116,39 @@ class Leaving:
         return tail
 
     def _drop(self, tail: array[int], tier: int) -> bytes:
-        """Drop the copies of ``tail``, from a leaf of the tier up its edge. Per block 1 if it left the index."""
+        """Drop the copies of ``tail``, a run of the tier's evictor. Per block 1 if it left the index."""
         table, copies = self._table, self._copies
-        copies.n[tier] -= len(tail)
-        at = as_ids(tail).astype(np.intp)
+        n = len(tail)
+        copies.n[tier] -= n
+        at = as_ids(tail)
         if not table.nvme:
             table.residency[at] = 0
             self._leave(tail)
-            return b"\1" * len(tail)
-        residency = table.residency[at] & ~np.uint64(residency_bit(tier))
+            return b"\1" * n
+        residency = int(table.residency[tail[0]]) & ~residency_bit(tier)
         table.residency[at] = residency
         children = copies.children(tier)
-        children[at[1:]] = 0
         parent = int(table.parent[tail[-1]])
         if parent != NO_PARENT:
-            children[parent] -= 1
-            if children[parent] == 0:
+            left = int(children[parent]) - 1
+            children[parent] = left
+            if left == 0:
                 copies.evictors[tier].became_leaf(parent)
-        stays = residency != 0
-        n_gone = 0
-        if not stays.all():
-            followed = table.n_children[at]
-            followed[1:] -= 1  # a block that goes takes one from the block before it
-            stays |= followed != 0
-            n_gone = int(stays.argmax()) if stays.any() else len(tail)
-            copies.n_broken += int(np.count_nonzero(residency[n_gone:] == 0))
-            if n_gone:
-                self._leave(tail[:n_gone])
-        return b"\1" * n_gone + b"\0" * (len(tail) - n_gone)
+        if residency == 0 and table.n_children[tail[0]] == 0:
+            self._leave(tail)
+            return b"\1" * n
+        if residency == 0:
+            copies.n_broken += n
+        children[at[1:]] = 0
+        return bytes(n)
 
     def _leave(self, chain: array[int]) -> None:
         """Out of the tree: blocks without copies, each followed at most by the one before it in ``chain``."""
         table, copies = self._table, self._copies
         while True:
-            at = as_ids(chain).astype(np.intp)
             node = table.node[chain[0]]
-            table.state[at] = FREE
             if node is None:
+                table.state[chain] = FREE
                 self._cold.left(len(chain))
             else:
                 self._tree.remove_leaves(node, len(chain))

@@ -87,16 +87,18 @@ class Plan:
 
 
 def plan_adoption(former: Former, capacity_bytes: int) -> Plan:
-    """Keep what serves and fits, the fullest regions first; what clients still map counts in any case.
+    """Keep what serves and fits, the most useful regions first; what clients still map counts in any case.
 
-    Where regions stay that nobody can write, room for moving the blocks of the largest one is left if the
+    First come those that can be written again, then those with most blocks that were to be evicted late. Where
+    regions stay that nobody can write, room for moving the blocks of the largest one is left, as far as the
     clients that map others leave them.
     """
+    use = _use(former.regions)
     plan = Plan(last_id=former.last_id)
     mapped_bytes = sum(region.size_bytes for region in former.regions if region.mappers)
     moving_bytes = max((r.size_bytes for r in former.regions if r.serves and r.writer is None), default=0)
     kept_bytes, free_bytes = 0, capacity_bytes - mapped_bytes
-    for region in sorted(former.regions, key=_worth, reverse=True):
+    for region in sorted(former.regions, key=lambda region: (region.writer is not None, use[region.id]), reverse=True):
         keep_bytes = moving_bytes if region.writer is None else 0
         fits = kept_bytes + region.size_bytes + keep_bytes <= capacity_bytes
         if region.mappers:
@@ -112,9 +114,17 @@ def plan_adoption(former: Former, capacity_bytes: int) -> Plan:
     return plan
 
 
-def _worth(region: FormerRegion) -> tuple[bool, float, int]:
-    """Those that can be written again first, then the fullest, then the youngest."""
-    return region.writer is not None, len(region.indexes) * region.slot_bytes / region.size_bytes, region.id
+def _use(regions: list[FormerRegion]) -> dict[int, float]:
+    """By region, the places of its blocks in the order of eviction, per byte of the region."""
+    ranks = np.concatenate([np.empty(0), *(region.labels.ranks for region in regions)])
+    places = np.empty(len(ranks))
+    places[np.argsort(ranks, kind="stable")] = np.arange(1, len(ranks) + 1)
+    ends = np.cumsum([len(region.labels) for region in regions], dtype=np.int64)
+    parts = np.split(places, ends[:-1]) if regions else []
+    return {
+        region.id: float(part.sum()) * region.slot_bytes / region.size_bytes
+        for region, part in zip(regions, parts, strict=True)
+    }
 
 
 def take_in(plan: Plan, book: RegionBook, table: SlotTable) -> FormerBlocks:

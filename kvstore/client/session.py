@@ -1,113 +1,30 @@
-"""A client's session: its connections, a background thread, and a rule for when to give up on the daemon.
-
-Calls go over one connection under a lock; those that wait for slower tiers over others (see ``waiting.py``),
-without it. One more carries heartbeats, acknowledgements and the daemon's
-events, on a thread of its own. When a call meets its deadline, or a connection breaks, the session turns
-unhealthy: from then on calls fail at once, without waiting, until the thread has heard from the daemon
-again. So a daemon that hangs costs its callers one deadline, not one each.
-"""
+"""A client's session: requests and their replies over its connections."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
 import time
-import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
-from kvstore.client.acks import Acknowledgements
-from kvstore.client.claims import Claims
-from kvstore.client.greeting import Greeted, greet, join
-from kvstore.client.mapping import Regions, map_regions
-from kvstore.client.transport import ReplyT, TimedOutError, Transport
-from kvstore.client.waiting import WaitingCalls
-from kvstore.client.watcher import watch
+from kvstore.client.mapping import map_regions
+from kvstore.client.presence import Presence
+from kvstore.client.transport import ReplyT, TimedOutError
+from kvstore.client.waiting import CrowdedError, WaitingCalls
 from kvstore.errors import KVStoreError, ProtocolError, SessionEndedError, UnavailableError
 from kvstore.native import Mapping
 from kvstore.wire import kvstore_pb2 as pb
-from kvstore.wire.framing import (
-    FLAG_ERROR,
-    FLAG_REPLY,
-    MAX_DESCRIPTORS,
-    Method,
-    decode,
-)
-
-RETRY_S_MIN = 0.02
-RETRY_S_MAX = 1.0
-POLL_S_MAX = 1.0
+from kvstore.wire.framing import MAX_DESCRIPTORS, Method
 
 ClaimT = TypeVar("ClaimT")
 
 
-class Session:
-    """See the module. All methods may be called from any thread.
-
-    Construction connects and raises UnavailableError if that fails and ``required``.
-    """
-
-    def __init__(self, path: Path, tenant: str, client_name: str, timeout_s: float, *, required: bool) -> None:
-        self.timeout_s = timeout_s
-        self._path = path
-        self._tenant = tenant
-        self._client_name = client_name
-        self._lock = threading.RLock()
-        self._reset()
-        try:
-            self._connect(time.monotonic() + timeout_s)
-        except KVStoreError as error:
-            if required or not isinstance(error, UnavailableError):
-                self._close_wake()
-                raise
-        self._start_thread()
-
-    def _reset(self) -> None:
-        """The state of a session that never connected; also what a forked child starts from."""
-        self._pid = os.getpid()
-        self._calls: Transport | None = None
-        self._events: Transport | None = None
-        self._token = b""
-        self._healthy = threading.Event()
-        self._closed = False
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._acks = Acknowledgements(self._wake)
-        self._waiting = self._new_waiting()
-        self._can_wait = False
-        self.claims = Claims()
-        self._generations: NDArray[np.uint64] = np.empty(0, np.uint64)
-        self._heartbeat_s = 1.0
-        self._beat_at_s = 0.0
-        self._beat_sent = False
-        self._retry_s = RETRY_S_MIN
-        self._thread: threading.Thread | None = None
-        self.regions = Regions(self._region_unmapped)
-        self.epoch = 0
-        self.session_id = 0
-        self.server_version = ""
-
-    @property
-    def healthy(self) -> bool:
-        """Whether the daemon answered last time."""
-        return self._healthy.is_set()
-
-    def wait_healthy(self, timeout_s: float) -> bool:
-        """Block until the daemon answers again, at most ``timeout_s``."""
-        return self._healthy.wait(timeout_s)
-
-    # Calls ---------------------------------------------------------------------------------------
-
-    def exclusive(self) -> threading.RLock:
-        """The lock, for ``with``: several calls and mappings as one step, nobody else's call between them."""
-        if self._pid != os.getpid():
-            self._after_fork()
-        return self._lock
+class Session(Presence):
+    """See ``Presence``. All methods may be called from any thread."""
 
     def call(self, method: Method, request: Message, kind: type[ReplyT], timeout_s: float | None = None) -> ReplyT:
         """One request and its reply. Raises what the daemon answers, or UnavailableError by the deadline."""
@@ -183,48 +100,12 @@ class Session:
                 if self._waiting is waiting:
                     self._disconnected(str(error))  # the thread says hello again
             raise UnavailableError(str(error)) from error
+        except CrowdedError:
+            raise
         except (UnavailableError, ProtocolError) as error:
             if self._waiting is waiting:
                 self._suspect()
             raise UnavailableError(str(error)) from error
-
-    def _new_waiting(self) -> WaitingCalls:
-        return WaitingCalls(
-            lambda deadline_s: join(self._path, self._token, pb.CHANNEL_WAITS, deadline_s), self._give_back
-        )
-
-    def _must_be_up(self) -> Transport:
-        if self._closed:
-            raise UnavailableError("the client is closed")
-        if self._calls is None or not self._healthy.is_set():
-            raise UnavailableError(f"the daemon at {self._path} is down or does not answer")
-        return self._calls
-
-    def mappings(self, region_ids: list[int], *, writable: bool) -> dict[int, Mapping]:
-        """The mappings of these regions, made where they are missing. Raises UnavailableError if that fails."""
-        found = self.regions.find(region_ids, writable=writable)
-        if len(found) == len(region_ids):
-            return found
-        missing = [region_id for region_id in region_ids if region_id not in found]
-        for start in range(0, len(missing), MAX_DESCRIPTORS):
-            map_regions(self._call_now, self.regions, missing[start : start + MAX_DESCRIPTORS], writable=writable)
-        return self.regions.find(region_ids, writable=writable)
-
-    def _call_now(
-        self, method: Method, request: Message, kind: type[ReplyT], descriptors: list[int] | None = None
-    ) -> ReplyT:
-        return self._call(method, request, kind, time.monotonic() + self.timeout_s, descriptors)
-
-    def generations(self, indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """The generations of slots as they are now, uint64 [n]; changed ones mean other contents."""
-        return self._generations[indices]
-
-    # Claims and acknowledgements -----------------------------------------------------------------
-
-    def acknowledge(self, method: Method, request: Message) -> None:
-        """Send later, from the session's thread; never blocks, never fails. For what is no longer used."""
-        if self._pid == os.getpid():
-            self._acks.add(method, request)
 
     def release(self, lease_id: int) -> None:
         """Give up a lease without waiting for an answer; never fails."""
@@ -246,196 +127,21 @@ class Session:
                     return
         self.acknowledge(Method.RELEASE, pb.ReleaseRequest(lease_id=lease_id))
 
-    def _region_unmapped(self, region_id: int) -> None:
-        self.acknowledge(Method.REGIONS_UNMAPPED, pb.RegionsUnmappedRequest(region_ids=[region_id]))
+    def mappings(self, region_ids: list[int], *, writable: bool) -> dict[int, Mapping]:
+        """The mappings of these regions, made where they are missing. Raises UnavailableError if that fails."""
+        found = self.regions.find(region_ids, writable=writable)
+        if len(found) == len(region_ids):
+            return found
+        missing = [region_id for region_id in region_ids if region_id not in found]
+        for start in range(0, len(missing), MAX_DESCRIPTORS):
+            map_regions(self._call_now, self.regions, missing[start : start + MAX_DESCRIPTORS], writable=writable)
+        return self.regions.find(region_ids, writable=writable)
 
-    def _give_back(self, transport: Transport) -> None:
-        """What late replies granted is of no use to anyone."""
-        if transport.late:
-            self._acks.give_back(transport.late)
-            transport.late.clear()
+    def _call_now(
+        self, method: Method, request: Message, kind: type[ReplyT], descriptors: list[int] | None = None
+    ) -> ReplyT:
+        return self._call(method, request, kind, time.monotonic() + self.timeout_s, descriptors)
 
-    # Connecting ----------------------------------------------------------------------------------
-
-    def _connect(self, deadline_s: float) -> None:
-        """Say hello on both connections, back to the old session if the daemon still knows it."""
-        self._adopt(self._greet(deadline_s))
-
-    def _greet(self, deadline_s: float) -> Greeted:
-        return greet(self._path, self._tenant, self._client_name, self._token, deadline_s)
-
-    def _adopt(self, greeted: Greeted) -> None:
-        reply = greeted.reply
-        self.claims.end_all("the connection to the daemon was lost meanwhile")
-        if (reply.epoch, reply.session_id) != (self.epoch, self.session_id):
-            # What is mapped belongs to a session that is gone; arrays keep their own mappings.
-            self.regions.drop_all()
-            self.regions = Regions(self._region_unmapped)
-            self._acks.clear()
-        self._calls, self._events = greeted.calls, greeted.events
-        self._token, self.epoch, self.session_id = reply.session_token, reply.epoch, reply.session_id
-        self._heartbeat_s, self.server_version, self._can_wait = (
-            reply.heartbeat_s,
-            reply.server_version,
-            reply.can_wait,
-        )
-        self._generations = greeted.generations
-        self._healthy.set()
-
-    def _suspect(self) -> None:
-        """No call is tried until the daemon has answered a heartbeat."""
-        self._healthy.clear()
-        self._wake()
-
-    def _disconnected(self, why: str) -> None:
-        self._healthy.clear()
-        for transport in (self._calls, self._events):
-            if transport is not None:
-                transport.close()
-        self._calls = self._events = None
-        self._waiting.end()
-        self._waiting = self._new_waiting()
-        self.claims.end_all(why)
-        self._wake()
-
-    def _after_fork(self) -> None:
-        """In a forked child: the parent's connections, leases and mappings are none of ours."""
-        self._lock = threading.RLock()  # a thread that is not here may have held it
-        if self._closed:
-            self._pid = os.getpid()
-            return
-        for transport in (self._calls, self._events):
-            if transport is not None:
-                transport.close()
-        self._waiting.end(forked=True)
-        self.claims.end_all("a forked child has no right to its parent's leases")
-        self._close_wake()
-        self._reset()
-        with contextlib.suppress(KVStoreError):  # the thread goes on trying
-            self._connect(time.monotonic() + self.timeout_s)
-        self._start_thread()
-
-    def close(self) -> None:
-        """Say goodbye and end the thread; blocks until it has ended. Idempotent.
-
-        If arrays over the daemon's memory are still alive, their slots stay out of use until this process
-        ends: the daemon is then not told that nothing is used any more.
-        """
-        if self._pid != os.getpid():
-            self._closed = True  # a fork's copy: nothing of the parent's is its own to end
-            return
-        with self._lock:
-            if self._closed:
-                return
-            self.claims.abandon_all("the client was closed")
-            if self.regions.drop_all() and self._calls is not None and self._healthy.is_set():
-                # Gone or hanging is fine: the kernel tells the daemon when this process ends.
-                with contextlib.suppress(KVStoreError):
-                    self._calls.call(
-                        Method.GOODBYE,
-                        pb.GoodbyeRequest(),
-                        pb.GoodbyeReply,
-                        time.monotonic() + self.timeout_s,
-                    )
-            elif self._events is not None and self._healthy.is_set():
-                self._tell_what_is_over(self._events)
-            self._closed = True
-            self._disconnected("the client was closed")
-        if self._thread is not None:
-            self._thread.join()
-        self._close_wake()
-
-    def _tell_what_is_over(self, events: Transport) -> None:
-        """At the end: what is acknowledged, and the regions that are unmapped. The rest ends with the process."""
-        with contextlib.suppress(KVStoreError):
-            deadline_s = time.monotonic() + self.timeout_s
-            for region_ids in self.regions.unmapped():
-                self._acks.add(Method.REGIONS_UNMAPPED, pb.RegionsUnmappedRequest(region_ids=region_ids))
-            self._acks.send(events, deadline_s)
-
-    # The thread ----------------------------------------------------------------------------------
-
-    def _start_thread(self) -> None:
-        self._thread = threading.Thread(
-            target=watch, args=(weakref.ref(self), self._wake_fd), name="kvstore-session", daemon=True
-        )
-        self._thread.start()
-
-    def tick(self) -> tuple[int, float] | None:
-        """One turn of the thread: connect, acknowledge, beat. What to poll and for how long; None = ended."""
-        if self._closed or self._pid != os.getpid():
-            return None
-        events = self._events
-        if events is None:
-            events = self._reconnect()
-            if events is None:
-                return -1, self._retry_s
-        now_s = time.monotonic()
-        try:
-            self._acks.send(events, now_s + self.timeout_s)
-            if now_s >= self._beat_at_s or (not self._healthy.is_set() and not self._beat_sent):
-                events.send(Method.HEARTBEAT, pb.HeartbeatRequest(), now_s + self.timeout_s)
-                self._beat_sent = True
-                self._beat_at_s = now_s + self._heartbeat_s / 2
-        except KVStoreError as error:
-            self._break(events, str(error))
-            return -1, RETRY_S_MIN
-        return events.fileno(), min(max(self._beat_at_s - now_s, 0.0), POLL_S_MAX)
-
-    def listen(self) -> None:
-        """Take what the daemon sent on the events connection; call it when there is something."""
-        events = self._events
-        if events is None:
-            return
-        try:
-            frames = events.receive_ready()
-            for method, flags, _, payload in frames:
-                if method == Method.EVENT:
-                    self._on_event(decode(pb.Event, payload))
-                elif method == Method.HEARTBEAT and flags == FLAG_REPLY:
-                    self._beat_sent = False
-                    if self._calls is not None:
-                        self._healthy.set()
-                elif flags & FLAG_ERROR and method == Method.HEARTBEAT:
-                    raise SessionEndedError("the daemon has ended the session")
-        except KVStoreError as error:
-            self._break(events, str(error))
-
-    def _on_event(self, event: pb.Event) -> None:
-        for lease, ids in ((True, event.ended_leases), (False, event.ended_reservations)):
-            for claim_id in ids:
-                if not self.claims.end(lease, claim_id, "its time was up"):
-                    # Granted in a reply that nobody waited for, or let go of meanwhile: nothing uses it.
-                    self._acks.claim(lease, claim_id)
-        # Without the lock: a caller may hold it, waiting for the very room that this gives.
-        self.regions.retire(event.retired_regions)
-
-    def _reconnect(self) -> Transport | None:
-        # Without the lock: nobody's call waits for a daemon that does not answer.
-        try:
-            greeted = self._greet(time.monotonic() + self.timeout_s)
-        except KVStoreError:
-            self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
-            return None
-        with self._lock:
-            if self._closed:
-                greeted.calls.close()
-                greeted.events.close()
-                return None
-            self._adopt(greeted)
-            self._retry_s, self._beat_at_s, self._beat_sent = RETRY_S_MIN, 0.0, False
-            return self._events
-
-    def _break(self, events: Transport, why: str) -> None:
-        with self._lock:
-            if self._events is events:
-                self._disconnected(why)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # closed: nobody needs to be woken
-            os.eventfd_write(self._wake_fd, 1)
-
-    def _close_wake(self) -> None:
-        wake_fd, self._wake_fd = self._wake_fd, -1
-        if wake_fd >= 0:
-            os.close(wake_fd)
+    def generations(self, indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """The generations of slots as they are now, uint64 [n]; changed ones mean other contents."""
+        return self._generations[indices]

@@ -58,6 +58,10 @@ def _check(name: str, value: object) -> float:
     return float(value)
 
 
+class CrowdedError(UnavailableError):
+    """All connections on which this client's threads may wait are taken; says nothing about the daemon."""
+
+
 class WaitingCalls:
     """Connections for requests that may wait, made when needed and used again. Callable from any thread."""
 
@@ -74,24 +78,19 @@ class WaitingCalls:
     def call(self, method: Method, request: Message, kind: type[ReplyT], deadline_s: float) -> ReplyT:
         """One request and its reply. Raises what the daemon answers, or UnavailableError by the deadline."""
         if not self._places.acquire(timeout=max(deadline_s - time.monotonic(), 0)):
-            raise UnavailableError(f"{CONNECTIONS_MAX} threads of this client wait already")
+            raise CrowdedError(f"{CONNECTIONS_MAX} threads of this client wait already")
         try:
             transport = self._take(deadline_s)
-            usable = False
+            broken = False
             try:
-                reply = transport.call(method, request, kind, deadline_s)
-                usable = True
+                return transport.call(method, request, kind, deadline_s)
             except TimedOutError:
-                usable = True  # the reply may still come; the next call finds it
-                raise
+                raise  # the reply may still come; the next call finds it
             except (UnavailableError, ProtocolError):
-                raise
-            except Exception:
-                usable = True  # the daemon's answer
+                broken = True
                 raise
             finally:
-                self._put_back(transport, usable)
-            return reply
+                self._put_back(transport, broken)
         finally:
             self._places.release()
 
@@ -118,15 +117,15 @@ class WaitingCalls:
             self._busy.add(transport)
             if not self._ended:
                 return transport
-        self._put_back(transport, usable=False)
+        self._put_back(transport, broken=True)
         raise UnavailableError("the connection to the daemon was lost meanwhile")
 
-    def _put_back(self, transport: Transport, usable: bool) -> None:
+    def _put_back(self, transport: Transport, broken: bool) -> None:
         if transport.late:
             self._give_back(transport)
         with self._lock:
             self._busy.discard(transport)
-            if usable and not self._ended:
+            if not (broken or self._ended):
                 self._idle.append(transport)
                 return
         transport.close()

@@ -6,8 +6,6 @@ Both ways give the same bytes. ``KVSTORE_NATIVE=0`` in the environment chooses n
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError
+from kvstore.native.library import library
 from kvstore.native.mapping import bytes_at
 
 _LEVELS = ("portable", "avx2", "avx512")
@@ -28,16 +27,12 @@ Addresses = NDArray[np.uint64]
 
 def _load() -> tuple[Callable[..., None] | None, int]:
     """The C copy function and the best level of this machine, or ``(None, 0)``."""
-    if os.environ.get("KVSTORE_NATIVE") == "0":
+    loaded = library()
+    if loaded is None:
         return None, 0
     try:
-        spec = importlib.util.find_spec("kvstore.native._streamcopy")
-        if spec is None or spec.origin is None:
-            return None, 0
-        library = ctypes.CDLL(spec.origin)
-        function = library.kv_copy_batch
-        level = int(library.kv_level())
-    except (OSError, AttributeError):
+        function, level = loaded.kv_copy_batch, int(loaded.kv_level())
+    except AttributeError:
         return None, 0
     pointer, size, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
     function.argtypes = (pointer, pointer, pointer, size, ctypes.c_size_t, number, number)

@@ -7,7 +7,6 @@ import logging
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.clock import Clock
 from kvstore.compression.frame import FrameLayout
@@ -18,10 +17,9 @@ from kvstore.offload import Offloader, WritePolicy
 from kvstore.onboard import Onboarder
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.room import RoomMaker
-from kvstore.store.namespaces import Namespaces
+from kvstore.store.namespaces import Namespaces, OpenNamespace
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme.tier import NvmeTier
-from kvstore.types import Namespace
 
 log = logging.getLogger("kvstore.store")
 
@@ -59,6 +57,7 @@ class Hierarchy:
         self._index = index
         self._namespaces = namespaces
         self._numbers: dict[int, int] = {}
+        self._layouts: dict[int, FrameLayout | None] = {}
         self.onboarder = Onboarder(index, dram, nvme, room, self._layout, jobs, counters, clock, write.io_timeout_s)
         self.offloader = Offloader(
             index, dram, nvme, self._layout, self._number, jobs, counters, clock,
@@ -66,20 +65,15 @@ class Hierarchy:
         )  # fmt: skip
 
     def recover(self, now_s: float) -> int:
-        """Take what the tier found on disk into the index, as blocks known by key; returns how many."""
+        """Take what the tier found on disk into the index, as blocks known by key; returns how many.
+
+        Their namespaces need not be open: whoever opens one later finds its blocks.
+        """
         found = self.nvme.recovered()
-        ordinals, unknown = self._ordinals(found.namespaces)
-        if unknown.any():
-            self.nvme.free(found.slots[unknown])
-        known = ~unknown
-        ids = self._index.insert_cold(
-            found.keys[known],
-            found.parents[known],
-            found.slots[known],
-            found.payload_bytes[known],
-            ordinals[known],
-            now_s,
-        )
+        ordinals = np.zeros(len(found.slots), np.uint32)
+        for number, (digest, _) in self.nvme.namespaces().items():
+            ordinals[found.namespaces == number] = self._namespaces.ordinal(digest)
+        ids = self._index.insert_cold(found.keys, found.parents, found.slots, found.payload_bytes, ordinals, now_s)
         return len(ids)
 
     def tick(self, now_s: float) -> None:
@@ -100,25 +94,19 @@ class Hierarchy:
                     numbers[f"{prefix}_{name}"] = float(value)
         return numbers, texts
 
-    def _ordinals(self, numbers: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
-        """Namespaces by the catalog's numbers as this daemon numbers them, and which blocks have none."""
-        ordinals = np.zeros(len(numbers), np.uint32)
-        unknown = np.ones(len(numbers), np.bool_)
-        for number, (digest, description) in self.nvme.namespaces().items():
-            mine = numbers == number
-            try:
-                opened = self._namespaces.open(Namespace.from_dict(json.loads(description)))
-                if opened.digest != digest:
-                    raise BadInputError("its digest differs")
-            except (BadInputError, ValueError, TypeError) as error:
-                log.warning("namespace %s on NVMe can't be used, %d blocks go: %s", digest.hex(), mine.sum(), error)
-                continue
-            self._numbers[opened.ordinal] = number
-            ordinals[mine], unknown[mine] = opened.ordinal, False
-        return ordinals, unknown
+    def _layout(self, ordinal: int) -> FrameLayout | None:
+        if ordinal not in self._layouts:
+            self._layouts[ordinal] = self._storable(self._namespaces.by_ordinal(ordinal))
+        return self._layouts[ordinal]
 
-    def _layout(self, ordinal: int) -> FrameLayout:
-        return self._namespaces.by_ordinal(ordinal).layout
+    def _storable(self, opened: OpenNamespace) -> FrameLayout | None:
+        try:
+            layout = FrameLayout.of(opened.namespace.spec, opened.namespace.row_bytes, opened.digest)
+            self.nvme.free_slots(layout.frame_bytes)
+        except BadInputError as error:
+            log.warning("blocks of namespace %s stay in DRAM: %s", opened.digest.hex(), error)
+            return None
+        return layout
 
     def _number(self, ordinal: int) -> int:
         number = self._numbers.get(ordinal)

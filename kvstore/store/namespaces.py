@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvstore.compression.frame import FrameLayout
 from kvstore.errors import BadInputError, SpecMismatchError
 from kvstore.types import Namespace, Root
 
@@ -16,21 +15,13 @@ NAMES_MAX = 16384
 
 @dataclass(slots=True)
 class OpenNamespace:
-    """A namespace that this daemon knows. ``ordinal`` is its number here, ``layout`` that of its frames."""
+    """A namespace that this daemon knows. ``ordinal`` is its number here."""
 
     namespace: Namespace
     digest: bytes
     block_bytes: int
     ordinal: int
     _root_keys: dict[tuple[str, str], bytes] = field(default_factory=dict)
-    _layout: FrameLayout | None = None
-
-    @property
-    def layout(self) -> FrameLayout:
-        """How its blocks look on disk."""
-        if self._layout is None:
-            self._layout = FrameLayout.of(self.namespace.spec, self.namespace.row_bytes, self.digest)
-        return self._layout
 
     def root_key(self, salt: str, lora: str) -> bytes:
         """The 16-byte key of a root; remembered, as most requests use the same few."""
@@ -48,7 +39,8 @@ class Namespaces:
 
     def __init__(self) -> None:
         self._by_digest: dict[bytes, OpenNamespace] = {}
-        self._by_ordinal: list[OpenNamespace] = []
+        self._ordinals: dict[bytes, int] = {}
+        self._by_ordinal: dict[int, OpenNamespace] = {}
         self._names: dict[tuple[str, str], OpenNamespace] = {}
 
     def __len__(self) -> int:
@@ -80,9 +72,9 @@ class Namespaces:
                     f"{NAMESPACES_MAX} namespaces are open, the most a daemon keeps: "
                     f"use salts for what changes per request"
                 )
-            entry = OpenNamespace(namespace, digest, namespace.spec.block_bytes, len(self._by_ordinal))
+            entry = OpenNamespace(namespace, digest, namespace.spec.block_bytes, self.ordinal(digest))
             self._by_digest[digest] = entry
-            self._by_ordinal.append(entry)
+            self._by_ordinal[entry.ordinal] = entry
         if name:
             self._names[(namespace.tenant, name)] = entry
         return entry
@@ -91,6 +83,10 @@ class Namespaces:
         """The open namespace with this digest."""
         return self._by_digest.get(digest)
 
+    def ordinal(self, digest: bytes) -> int:
+        """The number of a namespace in this daemon, given now if it has none; it need not be open."""
+        return self._ordinals.setdefault(digest, len(self._ordinals))
+
     def by_ordinal(self, ordinal: int) -> OpenNamespace:
-        """The namespace with this number, which must have been given."""
+        """The open namespace with this number."""
         return self._by_ordinal[ordinal]

@@ -62,7 +62,7 @@ def read_estate(entries: list[Entry]) -> Estate | None:
     reader = _Reader(entries)
     try:
         return reader.read()
-    except (ValueError, KeyError, TypeError, OSError, OverflowError) as error:
+    except (ValueError, LookupError, TypeError, OSError, ArithmeticError) as error:
         raise IntegrityError(f"what the daemon before has left can't be read: {error!r}") from error
     finally:
         reader.close_rest()

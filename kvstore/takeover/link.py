@@ -22,6 +22,7 @@ CLAIM_S = 5.0
 SEND_S = 0.25
 """A holder that takes nothing for so long is lost."""
 _RETRY_S = 0.02
+_BUSY, _ENDED = "busy", "it closed the connection"
 _PACKET_BYTES = holder.PACKET_BYTES_MAX // 2
 
 
@@ -66,9 +67,9 @@ class HolderLink:
                 sock.close()
                 raise
             sock.close()
-            if refused != "busy" or time.monotonic() + _RETRY_S > deadline_s:
+            if refused not in (_BUSY, _ENDED) or time.monotonic() + _RETRY_S > deadline_s:
                 raise _refusal(path, refused)
-            time.sleep(_RETRY_S)  # the end of the daemon before may not have reached it
+            time.sleep(_RETRY_S)  # the end of the daemon before may not have reached it; or it is ending itself
 
     def put(self, generation: str, entries: Iterable[Entry]) -> None:
         """Keep these too; descriptors stay the caller's. They are safe once this returns."""
@@ -185,6 +186,10 @@ def _claim(sock: socket.socket, owner: str, deadline_s: float, entries: list[Ent
                     entries.append(Entry(str(key), str(text), fds.pop(0) if has_fd else -1))
             finally:
                 holder.close_all(fds)
+    except ConnectionError:
+        holder.close_all(entry.fd for entry in entries if entry.fd >= 0)
+        entries.clear()
+        return _ENDED
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise UnavailableError(f"what answers there is no descriptor holder, or not in time: {error}") from error
 
@@ -193,13 +198,15 @@ def _receive(sock: socket.socket, deadline_s: float) -> tuple[dict[str, Any], li
     sock.settimeout(max(deadline_s - time.monotonic(), 0.01))
     received = holder.receive(sock)
     if received is None:
-        raise ValueError("it closed the connection")
+        raise ConnectionResetError("it closed the connection")
     return received
 
 
 def _refusal(path: Path, refused: str) -> ConfigError | UnavailableError:
-    if refused == "busy":
+    if refused == _BUSY:
         return UnavailableError(f"the descriptor holder at {path} serves another daemon now")
+    if refused == _ENDED:
+        return UnavailableError(f"what listens at {path} is no descriptor holder: it closes every connection")
     return ConfigError(
         f"the descriptor holder at {path} keeps the memory of the daemon at {refused}: choose another --holder"
     )

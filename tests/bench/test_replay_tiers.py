@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from kvstore.bench.workload import Workload
 from kvstore.cli.nvme_place import room_for
 from kvstore.errors import BadInputError
 
-CONVERSATIONS = ConversationOptions(sessions=20, mean_question_tokens=200, mean_answer_tokens=150, seed=5)
-BLOCK_BYTES = 8192
+CONVERSATIONS = ConversationOptions(
+    sessions=40, mean_turns=3, system_tokens=400, mean_question_tokens=150, mean_answer_tokens=100, seed=5
+)
+BLOCK_BYTES = 65536
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,7 @@ def hashes(tokens: TokenTrace) -> Trace:
 
 
 def options(**changes: Any) -> ReplayOptions:
-    given: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "capacity_percent": 20, "nvme_percent": 50, "durable_every": 4}
+    given: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "capacity_percent": 30, "nvme_percent": 70, "durable_every": 4}
     return ReplayOptions(**given | changes)
 
 
@@ -53,29 +56,26 @@ def replayed(workload: Workload, chosen: ReplayOptions, start_daemon: Callable[.
     return replay(workload, chosen, socket)
 
 
-def simulated(workload: Workload, chosen: ReplayOptions) -> HitCounts:
-    return simulate(
-        workload,
-        "lru",
-        chosen.capacity(workload),
-        nvme_blocks=chosen.nvme_capacity(workload),
-        write_policy=chosen.write_policy,
-    )
+def simulated(workload: Workload, chosen: ReplayOptions, nvme_blocks: int | None) -> HitCounts:
+    capacity, policy = chosen.capacity(workload), chosen.write_policy
+    return simulate(workload, "lru", capacity, nvme_blocks=nvme_blocks, write_policy=policy)
 
 
 def test_hits_come_from_the_tiers_that_the_simulation_names(
     hashes: Trace, start_daemon: Callable[..., str], tmp_path: Path
 ) -> None:
     chosen = options()
+    assert 2 * np.diff(hashes.offsets).max() <= chosen.capacity(hashes)
     result = replayed(hashes, chosen, start_daemon, tmp_path)
-    expected = simulated(hashes, chosen)
-    assert result.mismatches == result.unanswered == result.ended_leases == result.skipped_blocks == 0
-    assert result.late_blocks == 0
+    expected = simulated(hashes, chosen, result.nvme_capacity_blocks)
+    assert result.mismatches == result.unanswered == result.ended_leases == result.late_blocks == 0
+    # A long prompt, and what still waits to be written, can pin most of so small a DRAM now and then.
+    assert result.skipped_blocks < 0.005 * hashes.block_accesses
     assert result.counts.block_hit_ratio == pytest.approx(expected.block_hit_ratio, abs=0.005)
-    assert expected.nvme_block_hits > 0.05 * expected.block_accesses
+    assert expected.nvme_block_hits > 0.02 * expected.block_accesses
     assert result.counts.dram_block_hits + result.counts.nvme_block_hits == result.counts.block_hits
     assert result.counts.nvme_block_hits == pytest.approx(expected.nvme_block_hits, abs=0.01 * hashes.block_accesses)
-    assert result.tiers["nvme"]["offload_skipped_blocks"] == 0
+    assert result.tiers["nvme"].get("offload_skipped_blocks", 0) == 0
     assert result.tiers["nvme"]["evicted_blocks"] > 0
     assert result.tiers["nvme"]["bytes_read"] == result.counts.nvme_block_hits * BLOCK_BYTES
     assert result.tiers["dram"]["bytes_read"] + result.tiers["nvme"]["bytes_read"] == result.bytes_read
@@ -83,10 +83,9 @@ def test_hits_come_from_the_tiers_that_the_simulation_names(
     assert result.durable_blocks == hashes.unique_blocks
 
 
-def test_several_clients_find_tokens_on_disk(
-    tokens: TokenTrace, start_daemon: Callable[..., str], tmp_path: Path
-) -> None:
-    chosen = options(clients=3, capacity_percent=None, capacity_blocks=128, nvme_percent=100)
+def test_several_clients_find_tokens_on_disk(start_daemon: Callable[..., str], tmp_path: Path) -> None:
+    tokens = generate_trace(replace(CONVERSATIONS, block_tokens=16))
+    chosen = options(clients=3, nvme_percent=100)
     result = replayed(tokens, chosen, start_daemon, tmp_path)
     assert result.counts.requests == tokens.n_requests
     assert result.mismatches == result.unanswered == result.ended_leases == 0
@@ -100,7 +99,9 @@ def test_the_report_names_tiers_and_durability(
     chosen = options(limit=None)
     result = replayed(hashes, chosen, start_daemon, tmp_path)
     plain = json.loads(json.dumps(result.to_dict()))
-    assert plain["nvme_capacity_blocks"] == chosen.nvme_capacity(hashes)
+    asked = chosen.nvme_capacity(hashes)
+    assert asked is not None
+    assert asked <= plain["nvme_capacity_blocks"] < 1.05 * asked
     assert plain["write_policy"] == "through"
     assert plain["durable_every"] == 4
     assert plain["nvme_overhead"] > 0
@@ -135,7 +136,7 @@ def test_other_write_policies_lose_no_byte(
 
 
 def test_capacity_on_nvme_is_a_share_or_a_number(hashes: Trace) -> None:
-    assert options().nvme_capacity(hashes) == hashes.unique_blocks // 2
+    assert options(nvme_percent=50).nvme_capacity(hashes) == hashes.unique_blocks // 2
     assert options(nvme_percent=None, nvme_blocks=7).nvme_capacity(hashes) == 7
     assert options(nvme_percent=None).nvme_capacity(hashes) is None
 

@@ -51,6 +51,7 @@ def lru_tail(trace: Trace, capacity: int) -> HitCounts:
         counts.requests += 1
         counts.block_accesses += len(ids)
         counts.block_hits += hits
+        counts.dram_block_hits += hits
         counts.token_accesses += request.input_length
         counts.token_hits += min(hits * trace.block_tokens, request.input_length)
         counts.any_hits += hits > 0
@@ -96,6 +97,120 @@ def test_published_hit_ratios_are_reproduced(name: str) -> None:
     for point in sweep(trace, "lru", PUBLISHED[name]):
         published = PUBLISHED[name][int(point.capacity_percent)]
         assert point.counts.block_hit_ratio == pytest.approx(published, abs=0.0005)
+
+
+class TwoLevels:
+    """Blocks by id in two LRU levels, each id below a fixed one. Shares no code with the index."""
+
+    def __init__(self, dram: int, nvme: int, write_policy: str, selective_hits: int) -> None:
+        self.capacity = {"dram": dram, "nvme": nvme}
+        self.level: dict[str, set[int]] = {"dram": set(), "nvme": set()}
+        self.write_policy = write_policy
+        self.selective_hits = selective_hits
+        self.above: dict[int, int | None] = {}
+        self.used: dict[int, int] = {}
+        self.accesses: dict[int, int] = {}
+        self.clock = 0
+        self.counts = HitCounts()
+
+    def stored(self) -> set[int]:
+        return self.level["dram"] | self.level["nvme"]
+
+    def use(self, ids: list[int]) -> None:
+        for block in reversed(ids):
+            self.clock += 1
+            self.used[block] = self.clock
+            self.accesses[block] = self.accesses.get(block, 0) + 1
+
+    def write(self, block: int) -> None:
+        at: int | None = block
+        while at is not None:
+            self.level["nvme"].add(at)
+            at = self.above[at]
+
+    def request(self, ids: list[int]) -> None:
+        counts, dram = self.counts, self.level["dram"]
+        hits = 0
+        while hits < len(ids) and ids[hits] in self.stored():
+            hits += 1
+        counts.requests += 1
+        counts.block_accesses += len(ids)
+        counts.block_hits += hits
+        counts.dram_block_hits += len(dram & set(ids[:hits]))
+        counts.nvme_block_hits += hits - len(dram & set(ids[:hits]))
+        counts.any_hits += hits > 0
+        for before, block in zip([None, *ids[:-1]], ids, strict=True):
+            self.above[block] = before
+        found, new = ids[:hits], ids[hits:]
+        self.use(found)
+        dram.update(found)
+        if self.write_policy == "selective":
+            for block in found:
+                if self.accesses[block] >= self.selective_hits:
+                    self.write(block)
+        self.use(new)
+        dram.update(new)
+        counts.inserted += len(new)
+        if self.write_policy == "through":
+            for block in new:
+                self.write(block)
+        for name in ("dram", "nvme"):
+            while len(self.level[name]) > self.capacity[name]:
+                self.give_up(name)
+
+    def give_up(self, name: str) -> None:
+        level, other = self.level[name], self.level["nvme" if name == "dram" else "dram"]
+        followed = {self.above[block] for block in level}
+        all_followed = {self.above[block] for block in self.stored()}
+        may_go = [b for b in level if b not in followed and (name == "dram" or b in other or b not in all_followed)]
+        block = min(may_go, key=self.used.__getitem__)
+        if name == "dram" and self.write_policy == "back":
+            self.write(block)
+        level.remove(block)
+        if block not in self.stored():
+            self.counts.evicted += 1
+            del self.accesses[block]
+
+
+@pytest.mark.parametrize("write_policy", ["through", "back", "selective"])
+@pytest.mark.parametrize(("dram", "nvme"), [(1, 1), (3, 5), (8, 20), (20, 8), (20, 60), (60, 10_000), (10_000, 30)])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_hierarchy_equals_two_plain_levels(seed: int, dram: int, nvme: int, write_policy: str) -> None:
+    trace = random_trace(seed)
+    model = TwoLevels(dram, nvme, write_policy, 3 if seed == 2 else 2)
+    for index in range(trace.n_requests):
+        model.request(trace.ids(index).tolist())
+    counts = simulate(trace, "lru", dram, nvme, write_policy, selective_hits=model.selective_hits)
+    model.counts.token_hits, model.counts.token_accesses = counts.token_hits, counts.token_accesses
+    assert counts == model.counts
+    assert counts.dram_block_hits + counts.nvme_block_hits == counts.block_hits
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_below_dram_the_disk_of_a_write_through_hierarchy_is_a_plain_lru(seed: int) -> None:
+    trace = random_trace(seed)
+    both, small, large = simulate(trace, "lru", 10, 40), simulate(trace, "lru", 10), simulate(trace, "lru", 40)
+    assert (both.block_hits, both.dram_block_hits) == (large.block_hits, small.block_hits)
+    assert both.nvme_block_hits > 0
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_tokens_are_found_on_disk_as_in_dram(partial: bool) -> None:
+    trace = conversations(16, 5)
+    both, large = simulate(trace, "lru", 60, 400, partial=partial), simulate(trace, "lru", 400, partial=partial)
+    assert (both.token_hits, both.block_hits) == (large.token_hits, large.block_hits)
+    assert both.dram_block_hits + both.nvme_block_hits == both.block_hits
+    assert both.nvme_block_hits > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared traces are not here")
+def test_a_hierarchy_reproduces_both_published_ratios() -> None:
+    trace = load_trace(SHARED / "conversation_trace.jsonl")
+    dram, nvme = (work.capacity_blocks(trace.unique_blocks, percent) for percent in (5, 25))
+    counts = simulate(trace, "lru", dram, nvme)
+    assert counts.block_hit_ratio == pytest.approx(PUBLISHED["conversation"][25], abs=0.0005)
+    assert counts.dram_block_hits / counts.block_accesses == pytest.approx(PUBLISHED["conversation"][5], abs=0.0005)
 
 
 def longest_common_prefix(left: NDArray[np.uint32], right: NDArray[np.uint32]) -> int:
@@ -183,8 +298,11 @@ def test_ratios_of_nothing_are_zero() -> None:
 
 def test_impossible_capacities_are_refused() -> None:
     trace = random_trace(0, 3)
-    with pytest.raises(BadInputError, match="capacity is 0 blocks"):
-        simulate(trace, "lru", 0)
+    for capacities in ((0,), (5, 0)):
+        with pytest.raises(BadInputError, match="capacity is 0 blocks"):
+            simulate(trace, "lru", *capacities)
+    with pytest.raises(BadInputError, match="write_policy is 'around'"):
+        simulate(trace, "lru", 5, 5, "around")
     for percent in (0.0, -1.0, 101.0, float("nan")):
         with pytest.raises(BadInputError, match="capacity percent is"):
             work.capacity_blocks(100, percent)

@@ -95,6 +95,17 @@ def test_a_report_and_a_picture_are_left(tmp_path: Path) -> None:
         (["serve", "--heartbeat", "0"], 2, "heartbeat"),
         (["serve", "--region-bytes", "7"], 2, "7"),
         (["bench", "bandwidth", "--pairs", "0"], 2, "pairs"),
+        (["serve", "--nvme-dir", "x"], 2, "--nvme-dir and --nvme"),
+        (["serve", "--nvme", "1GiB"], 2, "--nvme-dir and --nvme"),
+        (["serve", "--nvme-dir", "/nowhere/at/all", "--nvme", "1GiB"], 2, "/nowhere/at"),
+        (["serve", "--nvme-dir", "/proc", "--nvme", "1GiB"], 2, "/proc"),
+        (["serve", "--nvme-dir", "x", "--nvme", "9000TiB"], 2, "lower --nvme"),
+        (["serve", "--nvme-dir", "x", "--nvme", "1KiB"], 2, "--nvme"),
+        (["serve", "--write-policy", "sideways"], 2, "sideways"),
+        (["serve", "--recovery", "maybe"], 2, "maybe"),
+        (["serve", "--selective-hits", "0"], 2, "--selective-hits"),
+        (["serve", "--dram", "8MiB", "--write-behind", "1GiB"], 2, "--write-behind"),
+        (["serve", "--io-timeout", "0"], 2, "--io-timeout"),
     ],
 )
 def test_mistakes_are_named_with_a_way_out(arguments: list[str], code: int, words: str) -> None:
@@ -149,6 +160,22 @@ def test_status_and_replay_use_a_running_daemon() -> None:
         assert "blocks already" in again.stderr
         table = kvstore("status", "--socket", str(path))
         assert "committed_blocks" in table.stdout
+
+
+def test_status_shows_two_tiers_in_groups(tmp_path: Path) -> None:
+    arguments = ["--dram", "32MiB", "--nvme-dir", str(tmp_path / "nvme"), "--nvme", "64MiB", "--policy-clock", "client"]
+    with own_daemon(arguments) as path:
+        report("replay", "--connect", str(path), "--limit", "20", "--block-bytes", "16KiB")
+        shown = kvstore("status", "--socket", str(path)).stdout
+        numbers = report("status", "--socket", str(path))
+    titles = ["DRAM tier", "NVMe tier", "DRAM to NVMe", "NVMe to DRAM"]
+    assert [shown.index(title) for title in titles] == sorted(shown.index(title) for title in titles)
+    assert shown.index("uptime_s") < shown.index("DRAM tier") < shown.index("dram_capacity_bytes")
+    assert shown.index("NVMe tier") < shown.index("nvme_capacity_bytes") < shown.index("offloaded_blocks")
+    assert "64.0 MiB" in shown
+    assert 0 < numbers["hit_ratio"] < 1
+    assert numbers["hit_ratio"] == pytest.approx(numbers["dram_hit_ratio"] + numbers["nvme_hit_ratio"])
+    assert numbers["uptime_s"] > 0
 
 
 def test_the_demo_runs_once_and_leaves_nothing(tmp_path: Path) -> None:

@@ -394,6 +394,16 @@ def test_blocks_of_some_slots_go_first_and_the_others_keep_their_turn() -> None:
     index.check()
 
 
+def test_blocks_passed_over_are_not_met_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evictor_module, "_SNAPSHOT_MIN", 2)
+    index = PrefixIndex(make_policy("lru"))
+    for number in range(40):
+        index.insert(ROOT, path_of([number, number]), 0, np.array([number]), 1, float(number))
+    gone = index.evict_among(1, lambda slot: 1 if slot == 30 else -1, most_passed=30)
+    assert gone.slots.tolist() == [30], "more than a snapshot holds lie before it"
+    assert index.evict(40).slots.tolist() == [*range(30), *range(31, 40)]
+
+
 def test_how_far_the_order_is_bent_is_bounded() -> None:
     index = PrefixIndex(make_policy("lru"))
     for number in range(6):

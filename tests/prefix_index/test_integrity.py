@@ -90,8 +90,86 @@ DAMAGE: dict[str, Callable[[PrefixIndex], object]] = {
 }
 
 
+def tiered() -> PrefixIndex:
+    """Blocks 2 to 6 of one prompt, all but the last on NVMe too; a second prompt, in DRAM only; cold ones are 0 and 1."""
+    index = PrefixIndex(make_policy("lru"), reserve_blocks=16, nvme=True)
+    keys = RowPath.from_tokens(list(range(200, 208)), 4).keys(ROOT)
+    parents = np.concatenate((np.frombuffer(ROOT, np.uint8)[None], keys[:1]))
+    n = np.ones(2, np.uint32)
+    index.insert_cold(keys, parents, np.array([70, 80]), n, n, 0.0)
+    store(index, list(range(20)))
+    index.add_nvme(np.arange(2, 6, dtype=np.uint32), np.arange(10, 14))
+    store(index, list(range(100, 108)))
+    return index
+
+
+def broken(index: PrefixIndex) -> None:
+    """Block 3 of the table has no copy, and those behind it have one on NVMe."""
+    index.evict(index.n_dram_blocks)
+    index.break_nvme(np.array([3], np.uint32))
+    index.check()
+
+
+TIER_DAMAGE: dict[str, Callable[[PrefixIndex], object]] = {
+    "counts the blocks in DRAM that follow": lambda i: bump(i.table.n_dram_children, 2),
+    "counts the blocks on NVMe that follow": lambda i: bump(i.table.n_nvme_children, 2),
+    "counts the blocks that follow": lambda i: bump(i.table.n_children, 1),
+    "the copies of each tier are counted": lambda i: i._copies.n.__setitem__(1, 3),
+    "exactly the blocks in DRAM have a slot": lambda i: i.table.slot.__setitem__(3, -1),
+    "exactly the blocks on NVMe have a slot there": lambda i: i.table.nvme_slot.__setitem__(0, -1),
+    "every cold block is found by its key": lambda i: bump(i.table.key[1], 0),
+    "broken blocks are counted": lambda i: setattr(i._copies, "n_broken", 1),
+    "a broken block has children or pins": lambda i: lose_all(i, 6),
+    "on NVMe are whole chains": lambda i: lose_nvme(i, 3),
+    "a cold block has no edge": lambda i: i.table.node.__setitem__(0, top(i)),
+    "a free id has no copy": lambda i: i.table.residency.__setitem__(i.evict(1).ids, 1),
+    "its evictor forgot it": lambda i: forget(i),
+}
+
+
+def lose_all(index: PrefixIndex, block: int) -> None:
+    """A last block loses its DRAM copy, and only that is written down."""
+    table = index.table
+    table.residency[block], table.slot[block], index._copies.n_broken = 0, -1, 1
+    table.n_dram_children[block - 1] -= 1
+    index._copies.n[0] -= 1
+
+
+def lose_nvme(index: PrefixIndex, block: int) -> None:
+    table = index.table
+    table.residency[block], table.nvme_slot[block] = 1, -1
+    table.n_nvme_children[block - 1] -= 1
+    index._copies.n[1] -= 1
+
+
+def forget(index: PrefixIndex) -> None:
+    index.evict(1)
+    evictor = index._copies.evictors[0]
+    evictor._heap.clear()
+    evictor._chunk.clear()
+
+
 def test_the_sample_is_sound() -> None:
     sample().check()
+    tiered().check()
+    broken(tiered())
+
+
+@pytest.mark.parametrize("invariant", list(TIER_DAMAGE))
+def test_check_names_what_is_broken_in_tiers(invariant: str) -> None:
+    index = tiered()
+    index.check()
+    TIER_DAMAGE[invariant](index)
+    with pytest.raises(IntegrityError, match=invariant):
+        index.check()
+
+
+def test_check_misses_no_block_that_ought_to_be_in_dram() -> None:
+    index = sample()
+    index.table.residency[3] = 0
+    index._copies.n[0] -= 1
+    with pytest.raises(IntegrityError, match=r"counts|in DRAM"):
+        index.check()
 
 
 @pytest.mark.parametrize("invariant", list(DAMAGE))

@@ -88,10 +88,11 @@ def test_what_was_said_to_be_durable_survives_kill_9(served: Served) -> None:
     assert b"Traceback" not in served.said
 
 
-def test_killed_ten_times_while_it_writes(served: Served) -> None:
+@pytest.mark.slow
+def test_killed_five_times_while_it_writes(served: Served) -> None:
     """Each life adds to what the ones before made durable; what comes back is right to the byte."""
     durable: dict[int, int] = {}
-    for life in range(10):
+    for life in range(5):
         served.start()
         with Client(served.socket_path, timeout_s=20.0) as client:
             ns = client.open(NAMESPACE)

@@ -208,6 +208,17 @@ def test_a_client_that_falls_silent_while_it_waits_is_told_and_cleaned_up(
     raw.sock.close()
 
 
+def test_the_end_of_a_process_ends_its_waiting_even_if_a_child_keeps_the_socket(
+    disk: Disk, dial: Any, wait_until: Any
+) -> None:
+    disk.files.stick("read", times=None)
+    raw = dial(disk.daemon.config.socket_path)
+    raw_lease(disk, raw, 1, FOREVER_S)
+    wait_until(lambda: holds(disk) == (0, N), "the request waits")
+    disk.daemon.call(lambda d: [d._forget(s) for s in d.sessions if s.client_name == ""])
+    wait_until(lambda: holds(disk) == (0, 0), "the load is let go of")
+
+
 def test_closing_a_client_ends_the_waiting_of_its_threads(disk: Disk, wait_until: Any) -> None:
     stuck = disk.files.stick("read", times=None)
     client = Client(disk.daemon.config.socket_path, timeout_s=FOREVER_S)

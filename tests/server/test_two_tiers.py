@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvstore.client import Client, NamespaceHandle, WaitRule
+from kvstore.client import Client, NamespaceHandle, Persist, WaitRule
 from kvstore.errors import ConfigError
 from kvstore.types import KVSpec, Namespace
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.framing import Method
 
 BLOCK_BYTES, BLOCK_TOKENS = 16384, 16
 N = 8
@@ -57,9 +61,6 @@ def ns(cold: Callable[..., Any]) -> Iterator[NamespaceHandle]:
 
 
 def stats_of(ns: NamespaceHandle) -> dict[str, Any]:
-    from kvstore.wire import kvstore_pb2 as pb
-    from kvstore.wire.framing import Method
-
     return dict(ns._session.call(Method.STATS, pb.StatsRequest(), pb.StatsReply).numbers)
 
 
@@ -133,8 +134,6 @@ def test_a_prefetch_makes_the_best_effort_lease_hit(ns: NamespaceHandle, wait_un
 
 
 def test_many_threads_wait_for_the_same_blocks_and_they_are_read_once(ns: NamespaceHandle) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     def read(_: int) -> NDArray[np.uint8]:
         out = np.zeros((N, BLOCK_BYTES), np.uint8)
         assert ns.get_into(prompt(1), out).n_blocks == N
@@ -166,6 +165,40 @@ def test_a_put_says_what_is_durable(start_daemon: Start, nvme: dict[str, Any]) -
         assert (rest.n_present, rest.n_stored, rest.n_durable) == (1, N - 4, N - 3)
         assert ns.persist(prompt(50), 20.0).n_blocks == 0
         assert ns.persist(prompt(2), n_blocks=2).n_blocks == 2
+
+
+def test_durable_blocks_of_a_put_are_counted_from_its_first(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    ns = client.open(NAMESPACE)
+    asked: list[Any] = []
+
+    def persist(_tokens: Any, wait_s: float, **more: Any) -> Persist:
+        asked.append((wait_s, more["n_blocks"]))
+        return Persist(n_blocks=N, n_durable=5, n_pending=3)
+
+    monkeypatch.setattr(ns, "persist", persist)
+    ns.put(prompt(1)[: 3 * BLOCK_TOKENS], content(1)[:3])
+    counted = [
+        ns.put(prompt(1), content(1)[a:b], first_block=a, durable_within_s=9.0) for a, b in ((3, 7), (0, 2), (6, 8))
+    ]
+    assert [result.n_durable for result in counted] == [2, 2, 0]
+    assert asked == [(9.0, 7), (9.0, 2), (9.0, 8)]
+
+
+def test_a_forked_child_waits_on_connections_of_its_own(ns: NamespaceHandle) -> None:
+    out = np.zeros((N, BLOCK_BYTES), np.uint8)
+    assert ns.get_into(prompt(0), out).n_blocks == N
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            fine = ns.get_into(prompt(1), out).n_blocks == N and bool((out == content(1)).all())
+            code = 0 if fine else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert ns.get_into(prompt(2), out).n_blocks == N
+    np.testing.assert_array_equal(out, content(2))
+    assert len(ns._session._waiting._idle) == 1
 
 
 def test_without_an_nvme_tier_nothing_is_durable_and_nothing_waits(client: Client) -> None:

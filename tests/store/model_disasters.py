@@ -143,7 +143,7 @@ class DisasterSteps(TierSteps):
         on_disk = {self._known[frame.key] for frame in frames_in(self.rig.directory) if frame.key in self._known}
         assert not now.dram
         assert must <= now.nvme, "a block that was durable is lost"
-        assert now.nvme <= on_disk, "a block was found that is not there"
+        assert now.nvme - self.copies.suspect <= on_disk, "a block was found that is not there"
         assert not orphans(now.nvme, now.nvme), "a block was found without its parent"
         self.copies.restart(now, self.counts())
         self.cold = set(now.nvme)

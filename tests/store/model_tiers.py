@@ -15,6 +15,7 @@ from tests.store.oracle import Key, keys_of, next_blocks
 from tests.store.two_tier import TwoTierRig
 
 WAITING_MAX = 4
+TOKENS_MAX = 16
 
 
 @dataclass(eq=False)
@@ -52,6 +53,20 @@ class TierSteps(SessionSteps, ReadingSteps):
 
     # Questions -----------------------------------------------------------------------------------
 
+    def draw_prompt(self, dice: random.Random) -> Key:
+        """Mostly what was stored before, longer or shorter, or going on differently."""
+        if not self.copies.stored or dice.random() < 0.3:
+            return super().draw_prompt(dice)
+        space, tokens = dice.choice(sorted(self.copies.stored))
+        kept = tokens[: dice.choice([len(tokens), dice.randint(1, len(tokens))])]
+        more = tuple(dice.randrange(2) for _ in range(dice.choice([0, 1, 3, 6])))
+        return space, (kept + more)[:TOKENS_MAX]
+
+    def draw_below(self, dice: random.Random) -> Key:
+        """Mostly what is on NVMe only."""
+        below = sorted(self.copies.nvme - self.copies.dram)
+        return dice.choice(below) if below and dice.random() < 0.7 else self.draw_prompt(dice)
+
     def partial(self, prompt: Key) -> tuple[set[int], list[Key]]:
         """Blocks known by their key only may be found by some of their tokens, or not yet."""
         follow = next_blocks(prompt, self.copies.stored)
@@ -72,7 +87,7 @@ class TierSteps(SessionSteps, ReadingSteps):
     def begin_load(self, dice: random.Random) -> None:
         if len(self.loads) >= WAITING_MAX:
             return
-        prompt = self.draw_prompt(dice)
+        prompt = self.draw_below(dice)
         first, most = dice.choice([0, 0, 1, 2]), dice.choice([0, 0, 1, 3])
         n_matched = self.depth(prompt)
         may_be_partial = any(self.partial(prompt)[0])
@@ -174,15 +189,20 @@ class TierSteps(SessionSteps, ReadingSteps):
         for _ in range(60):
             while len(self.rig.jobs):
                 self.work(dice)
-            if all(each.load.done for each in self.loads) and self.store.hierarchy.offloader.idle:
+            if self.at_rest():
                 break
             self.rig.unmap_retired()
             self.rig.clock.advance(0.2)
             self.store.tick()
             self.observe()
+        assert self.at_rest()
         assert all(each.load.done for each in self.loads)
         assert all(each.persist.done for each in self.persists)
-        assert self.store.hierarchy.offloader.idle
+
+    def at_rest(self) -> bool:
+        """Nothing is read or written any more, and nothing waits for that."""
+        hierarchy = self.store.hierarchy
+        return bool(hierarchy.offloader.idle and not hierarchy.onboarder.stats()["waiting_blocks"])
 
     def all_gone(self) -> None:
         super().all_gone()

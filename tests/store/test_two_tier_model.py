@@ -52,8 +52,8 @@ class TwoTierMachine(WritingSteps, DisasterSteps):
 
     @initialize(dice=DICE)
     def begin(self, dice: random.Random) -> None:
-        write = WriteBehind(self.policy, queue_bytes_max=dice.choice([0, 64 * KIB]), io_timeout_s=5.0)
-        sizes = Sizes(144 * KIB, 24 * KIB, 8 * KIB)
+        write = WriteBehind(self.policy, queue_bytes_max=dice.choice([40, 400]) * KIB, io_timeout_s=5.0)
+        sizes = Sizes(96 * KIB, 24 * KIB, 8 * KIB, 448 * KIB + dice.choice([6, 8]) * 64 * KIB)
         limits = LeaseLimits(TTL_DEFAULT_S, TTL_MAX_S)
         self.first_rig(Settings(sizes, write, limits, durability=True))
         self.connect_some(dice)
@@ -61,13 +61,13 @@ class TwoTierMachine(WritingSteps, DisasterSteps):
     @rule(dice=DICE)
     def one_step(self, dice: random.Random) -> None:
         weights = {
-            self.reserve: 8, self.commit: 8, self.lease: 6, self.release: 6, self.end_move: 4,
+            self.reserve: 24, self.commit: 24, self.lease: 5, self.release: 14, self.end_move: 10,
             self.come_back: 1, self.connect: 0.5, self.time_passes: 0.5, self.renew: 0.3, self.attach: 0.3,
             self.pin: 0.4, self.unpin: 0.4, self.write_late: 0.2, self.abort: 0.2, self.cut_off: 0.2,
             self.process_gone: 0.2, self.unmap: 1,
-            self.begin_load: 5, self.take_load: 5, self.give_up_load: 1, self.begin_persist: 2,
-            self.look_at_persist: 3, self.work: 8, self.work_much: 4, self.tick: 1, self.settle: 0.15,
-            self.rot: 0.5, self.order_fault: 0.6, self.die: 0.1, self.cut_power: 0.15,
+            self.begin_load: 8, self.take_load: 8, self.give_up_load: 1, self.begin_persist: 2,
+            self.look_at_persist: 3, self.work: 12, self.work_much: 8, self.tick: 2, self.settle: 0.3,
+            self.rot: 0.4, self.order_fault: 0.5, self.die: 0.05, self.cut_power: 0.08,
         }  # fmt: skip
         dice.choices(list(weights), list(weights.values()))[0](dice)
         if self.prompt_clients:

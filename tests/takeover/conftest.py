@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvstore.errors import KVStoreError
 from kvstore.native import Mapping
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.policy import make_policy
@@ -20,7 +23,7 @@ from kvstore.prefix_index.rows import RowPath
 from kvstore.takeover.blocks import adopt_blocks
 from kvstore.takeover.estate import Estate, read_estate
 from kvstore.takeover.keeper import Keeper
-from kvstore.takeover.link import Entry
+from kvstore.takeover.link import Entry, end_holder
 from kvstore.tiers.dram import DramTier
 
 PAGE = 4096
@@ -72,7 +75,9 @@ class Life:
 
     def client(self, number: int, pidfd: int | None = None) -> int:
         self.pidfds[number] = os.pidfd_open(os.getpid()) if pidfd is None else pidfd
-        self.keeper.session_opened(number, bytes([number]) * 16, "a", f"client {number}", os.getpid(), self.pidfds[number])
+        self.keeper.session_opened(
+            number, bytes([number]) * 16, "a", f"client {number}", os.getpid(), self.pidfds[number]
+        )
         return number
 
     def map(self, client: int, region_id: int) -> Mapping:
@@ -148,13 +153,19 @@ def describe(ordinal: int) -> tuple[bytes, str]:
     return bytes([ordinal]) * 16, "{}"
 
 
+@pytest.fixture(scope="session")
+def life_class() -> type[Life]:
+    """For processes that run one."""
+    return Life
+
+
 @pytest.fixture
 def lives() -> Iterator[Callable[..., Life]]:
-    """``lives(after=None, **settings)``: a life, taking over what ``after`` has left at this moment."""
+    """``lives(after=None, **settings)``: a life, taking over what ``after`` has left at this moment, or an estate."""
     all_lives: list[Life] = []
 
-    def begin(after: Life | None = None, **settings: Any) -> Life:
-        estate = read_estate(after.entries()) if after is not None else None
+    def begin(after: Life | Estate | None = None, **settings: Any) -> Life:
+        estate = read_estate(after.entries()) if isinstance(after, Life) else after
         all_lives.append(Life(estate, **settings))
         return all_lives[-1]
 
@@ -173,3 +184,14 @@ def dead_pidfd() -> int:
     pidfd = os.pidfd_open(process.pid)
     process.wait()
     return pidfd
+
+
+@pytest.fixture
+def holder_path() -> Iterator[Path]:
+    """Where a holder may listen; whichever does at the end is told to end."""
+    with tempfile.TemporaryDirectory(prefix="kvh-") as folder:
+        path = Path(folder) / "h"
+        yield path
+        if path.exists():
+            with contextlib.suppress(KVStoreError):
+                end_holder(path)

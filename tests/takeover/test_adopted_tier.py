@@ -151,7 +151,7 @@ def test_a_slot_of_the_old_epoch_is_never_written_while_its_reader_may_look(live
         written += len(new.put(writer, path(start, 10)))
     assert written > 200
     np.testing.assert_array_equal(seen.array(), before)
-    assert new.tier.stats()["unsettled_bytes"] == new.tier.region(regions[0]).size_bytes
+    assert seen.length_bytes in (new.tier.stats()["unsettled_bytes"], new.tier.stats()["retired_mapped_bytes"])
 
 
 def test_regions_of_those_who_are_gone_are_stale(lives: Lives, dead_pidfd: int) -> None:
@@ -324,9 +324,7 @@ def formers(draw: st.DrawFn) -> Former:
         many = Labels(*(np.zeros((n_live, *getattr(none, name).shape[1:]), getattr(none, name).dtype)
                         for name in Labels.__dataclass_fields__))  # fmt: skip
         fd = draw(st.sampled_from([-1, 1000 + region_id]))
-        regions.append(
-            FormerRegion(region_id, fd, size * PAGE, PAGE, "a", writer, mappers, np.arange(n_live), many)
-        )
+        regions.append(FormerRegion(region_id, fd, size * PAGE, PAGE, "a", writer, mappers, np.arange(n_live), many))
     return Former(regions, 99)
 
 

@@ -30,7 +30,9 @@ class FrameOnDisk(NamedTuple):
     frame_bytes: int
 
     def payload(self) -> bytes:
-        """What lies there now."""
+        """What lies there now; nothing for a header that can't be true."""
+        if self.offset + self.payload_offset + self.payload_bytes > self.path.stat().st_size:
+            return b""
         with self.path.open("rb") as file:
             file.seek(self.offset + self.payload_offset)
             return file.read(self.payload_bytes)

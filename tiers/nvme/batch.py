@@ -16,8 +16,8 @@ import numpy as np
 from kvstore.tiers.nvme.files import SECTOR_BYTES, Extent, Int64s, pieces_of
 
 IOV_MAX = 1024
-CALL_BYTES = 4 << 20
-"""Neighbours are joined up to this size; more would take from the calls that can run side by side."""
+CALL_BYTES = IOV_MAX * SECTOR_BYTES
+"""Neighbours are joined up to this size (4 MiB), so that their pieces fit into one call in any case."""
 
 VectoredCall = Callable[[int, int, int, int], int]
 """``(fd, address of iovecs, number of iovecs, offset)`` -> bytes, or -1 with ``ctypes.get_errno()``."""
@@ -107,9 +107,7 @@ def _runs(extents: Sequence[Extent], lengths: Sequence[int]) -> Iterator[_Run]:
     for i, extent in enumerate(extents):
         extent_bytes = lengths[i]
         if i > first and (
-            extent.offset != extents[first].offset + length_bytes
-            or length_bytes + extent_bytes > CALL_BYTES
-            or n_pieces + len(extent.buffers) > IOV_MAX
+            extent.offset != extents[first].offset + length_bytes or length_bytes + extent_bytes > CALL_BYTES
         ):
             yield _Run(first, i, first_piece, n_pieces, extents[first].offset, length_bytes)
             first, first_piece, n_pieces, length_bytes = i, first_piece + n_pieces, 0, 0

@@ -66,7 +66,10 @@ class Catalog:
     @property
     def file_bytes(self) -> int:
         """What the catalog's files take up on the disk."""
-        return sum(path.stat().st_blocks * 512 for path in self._path.iterdir())
+        try:
+            return sum(path.stat().st_blocks * 512 for path in self._path.iterdir())
+        except OSError:
+            return 0
 
     def commit(self, puts: Sequence[tuple[bytes, bytes]], deletes: Sequence[bytes]) -> None:
         """One durable transaction: names out, names in. Blocks on the disk. Raises CatalogError.

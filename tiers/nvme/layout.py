@@ -23,10 +23,11 @@ ENTRY_BYTES = 64
 NAME_BYTES = 256
 """Room of the catalog for one frame. Measured: 100 to 170 B, with batches of 20 to 5000 names."""
 
-_SEGMENTS = 16
-_SEGMENT_BYTES_MIN, _SEGMENT_BYTES_MAX = 1 << 20, 256 << 20
+# The more segments, the less has to be moved; but a batch of writes should not spread over many, nor large frames
+# leave much of a segment unfilled, and each is an open file.
+_SEGMENTS_FEW, _SEGMENT_BYTES_MIN, _SEGMENT_BYTES_FEW = 16, 1 << 20, 32 << 20
+_SEGMENTS_MANY, _SEGMENT_BYTES_MAX = 64, 256 << 20
 _SEGMENTS_MAX = 512
-"""More would need larger segments: each is an open file."""
 _SEGMENTS_LEAST = 6
 _SEGMENT_FILES_MAX = 4096
 _CATALOG_SHARE, _CATALOG_BYTES_MIN = 64, 256 << 10
@@ -107,21 +108,21 @@ class Geometry:
         """Of so many segments, those whose room is never live: dead frames gather there, so that little is moved."""
         return max(_RESERVE_LEAST, -(-n_segments // _RESERVE_SHARE))
 
-    def live_pages(self, n_segments: int) -> int:
-        """Pages that may be live (charged) with so many segment files."""
-        return max(n_segments - self.reserve_segments(n_segments), 0) * self.frame_pages
+    def live_bytes(self, n_segments: int) -> int:
+        """Bytes that may be live (charged) with so many segment files."""
+        return max(n_segments - self.reserve_segments(n_segments), 0) * self.frame_pages * PAGE_BYTES
 
     @property
     def live_capacity_bytes(self) -> int:
         """Frame bytes that can be live at once, if frames fill segments without a rest."""
-        return self.live_pages(self.n_segments) * PAGE_BYTES
+        return self.live_bytes(self.n_segments)
 
-    def charge_pages(self, pages: Int64s) -> Int64s:
-        """What frames of these sizes take from the live pages: their share of the rest that segments of such
+    def charged_bytes(self, pages: Int64s) -> Int64s:
+        """What frames of these sizes take from the live bytes: their share of the rest that segments of such
         frames leave unfilled, and of the catalog's room."""
         per_segment = np.maximum(self.frame_pages // np.maximum(pages, 1), 1)
-        least = -(-self.live_pages(self.n_segments) // max(self.catalog_bytes // NAME_BYTES, 1))
-        charges: Int64s = np.maximum(-(-self.frame_pages // per_segment), least)
+        least = -(-self.live_capacity_bytes // max(self.catalog_bytes // NAME_BYTES, 1))
+        charges: Int64s = np.maximum(-(-self.frame_pages * PAGE_BYTES // per_segment), least)
         return charges
 
     def check_frame(self, frame_bytes: int) -> int:
@@ -140,8 +141,8 @@ class Geometry:
 
     def n_frames(self, frame_bytes: int) -> int:
         """How many frames of one size can be live at once."""
-        charge = int(self.charge_pages(np.array([pages_of(frame_bytes)], np.int64))[0])
-        return self.live_pages(self.n_segments) // charge
+        charge = int(self.charged_bytes(np.array([pages_of(frame_bytes)], np.int64))[0])
+        return self.live_capacity_bytes // charge
 
 
 def capacity_for(live_bytes: int, frame_bytes: int) -> int:
@@ -179,5 +180,7 @@ def _segments_room(capacity_bytes: int) -> int:
 
 def _default_segment_bytes(capacity_bytes: int) -> int:
     room = _segments_room(capacity_bytes)
-    size = max(min(max(room // _SEGMENTS, _SEGMENT_BYTES_MIN), _SEGMENT_BYTES_MAX), room // _SEGMENTS_MAX)
+    few = min(room // _SEGMENTS_FEW, _SEGMENT_BYTES_FEW)
+    many = min(room // _SEGMENTS_MANY, _SEGMENT_BYTES_MAX)
+    size = max(few, many, room // _SEGMENTS_MAX, _SEGMENT_BYTES_MIN)
     return size // PAGE_BYTES * PAGE_BYTES

@@ -22,7 +22,7 @@ class Ledger:
         self.geometry = geometry
         self.table = FrameTable()
         self.segments = segments
-        self.charged_pages = 0
+        self.charged_bytes = 0
         self.next_age = 0
         self.urgent = False
         """A name waits whose frame must not be served again, whatever happens."""
@@ -32,25 +32,24 @@ class Ledger:
     # -- room -----------------------------------------------------------------------------------
 
     def charge(self, pages: int) -> int:
-        """What one frame takes of the pages that may be live."""
-        return int(self.geometry.charge_pages(np.array([pages], np.int64))[0])
+        """What one frame takes of the bytes that may be live."""
+        return int(self.geometry.charged_bytes(np.array([pages], np.int64))[0])
 
-    def free_pages(self) -> int:
-        """Pages that may still become live, with the files that there are or can be made."""
+    def free_bytes(self) -> int:
+        """Bytes that may still become live, with the files that there are or can be made."""
         n_segments = self.segments.n_files + self.segments.n_growable
-        return max(self.geometry.live_pages(n_segments) - self.charged_pages, 0)
+        return max(self.geometry.live_bytes(n_segments) - self.charged_bytes, 0)
 
     def reserve(self, pages: int, n: int) -> Int64s:
         """Up to ``n`` slots with places for frames of this size; rows."""
         charge = self.charge(pages)
-        numbers, firsts = self.segments.place(Stream.NEW, pages, min(n, self.free_pages() // charge))
+        numbers, firsts = self.segments.place(Stream.NEW, pages, min(n, self.free_bytes() // charge))
         table, rows = self.table, self.table.take(len(numbers))
         table.segment[rows], table.page[rows], table.pages[rows] = numbers, firsts, pages
         table.charge[rows] = charge
-        self.charged_pages += charge * len(rows)
+        self.charged_bytes += charge * len(rows)
         for segment, mine in self.by_segment(rows):
             table.log_seq[rows[mine]] = segment.log_seq
-            segment.n_busy += len(mine)
             segment.rows.append(rows[mine])
         return rows
 
@@ -62,8 +61,8 @@ class Ledger:
             getattr(table, name)[rows] = value[name]
         table.page[rows], table.log_seq[rows] = records["place"]["page"], records["place"]["log_seq"]
         table.first[rows] = (value["flags"] & FIRST) != 0
-        table.charge[rows] = self.geometry.charge_pages(table.pages[rows].astype(np.int64))
-        self.charged_pages += int(table.charge[rows].sum())
+        table.charge[rows] = self.geometry.charged_bytes(table.pages[rows].astype(np.int64))
+        self.charged_bytes += int(table.charge[rows].sum())
         for segment, mine in self.by_segment(rows):
             segment.rows.append(rows[mine])
             segment.n_busy += len(mine)
@@ -85,21 +84,21 @@ class Ledger:
     def abandon(self, rows: Int64s) -> None:
         """Frames that were never named are gone."""
         counted = rows[self.table.state[rows] != FrameState.DOOMED]
-        self.charged_pages -= int(self.table.charge[counted].sum())
+        self.charged_bytes -= int(self.table.charge[counted].sum())
         for segment, mine in self.by_segment(rows):
             segment.n_busy -= len(mine)
         self.table.give(rows)
 
     def doom(self, rows: Int64s) -> None:
         """Frames that are being written are not wanted any more."""
-        self.charged_pages -= int(self.table.charge[rows].sum())
+        self.charged_bytes -= int(self.table.charge[rows].sum())
         self.table.move(rows, FrameState.DOOMED)
 
     def bury(self, rows: Int64s) -> None:
         """Named frames are dead; their names are to go."""
         states = self.table.state[rows]
         lived, doomed = rows[states == FrameState.LIVE], rows[states == FrameState.DOOMED]
-        self.charged_pages -= int(self.table.charge[lived].sum())
+        self.charged_bytes -= int(self.table.charge[lived].sum())
         for segment, mine in self.by_segment(lived):
             self._count_live(segment, lived[mine], -1)
             segment.n_dying += len(mine)
@@ -208,8 +207,8 @@ class Ledger:
         self.segments.check()
         used = np.flatnonzero(np.isin(table.state, (*_BUSY, FrameState.LIVE, FrameState.DYING)))
         charged = used[np.isin(table.state[used], (FrameState.RESERVED, FrameState.WRITING, FrameState.LIVE))]
-        if (pages := int(table.charge[charged].sum())) != self.charged_pages:
-            raise IntegrityError(f"{self.charged_pages} pages are charged, slots say {pages}")
+        if (n_bytes := int(table.charge[charged].sum())) != self.charged_bytes:
+            raise IntegrityError(f"{self.charged_bytes} bytes are charged, slots say {n_bytes}")
         for segment in self.segments.all:
             mine = used[table.segment[used] == segment.number]
             states = table.state[mine]
@@ -228,7 +227,7 @@ class Ledger:
     def _count_live(self, segment: Segment, rows: Int64s, sign: int) -> None:
         segment.n_live += sign * len(rows)
         segment.live_pages += sign * int(self.table.pages[rows].sum())
-        segment.charged_pages += sign * int(self.table.charge[rows].sum())
+        segment.charged_bytes += sign * int(self.table.charge[rows].sum())
 
 
 def _must_not_overlap(

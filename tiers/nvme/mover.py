@@ -96,10 +96,11 @@ class Mover:
         ledger = self._ledger
         if self._n_fruitless > len(ledger.segments.all):
             return None
-        most = ledger.geometry.frame_pages - max(ledger.geometry.frame_pages // _GAIN_SHARE, 1)
+        room_bytes = ledger.geometry.frame_pages * PAGE_BYTES
+        most_bytes = room_bytes - max(room_bytes // _GAIN_SHARE, PAGE_BYTES)
         fit = [s for s in ledger.segments.sealed() if s.n_live and not (s.n_busy or s.unreadable)]
-        victim = min(fit, key=lambda s: s.charged_pages, default=None)
-        return victim if victim is not None and victim.charged_pages <= most else None
+        victim = min(fit, key=lambda s: s.charged_bytes, default=None)
+        return victim if victim is not None and victim.charged_bytes <= most_bytes else None
 
     def _plan(self, victim: Segment | None) -> CompactJob:
         ledger, table = self._ledger, self._ledger.table
@@ -113,7 +114,6 @@ class Mover:
         for number in np.unique(numbers).tolist():
             segment = ledger.segments.all[number]
             mine = np.flatnonzero(numbers == number)
-            segment.n_busy += len(mine)
             records["place"]["log_seq"][mine] = segment.log_seq
             parts.append(
                 MovePart(

@@ -46,7 +46,7 @@ class Segment:
     incarnation: Incarnation | None = None
     fill_page: int = 0
     live_pages: int = 0
-    charged_pages: int = 0
+    charged_bytes: int = 0
     n_live: int = 0
     n_busy: int = 0
     n_dying: int = 0
@@ -104,7 +104,7 @@ class Segments:
         return self.room(stream, 1)
 
     def place(self, stream: Stream, pages: int, n: int) -> tuple[Int64s, Int64s]:
-        """Places for up to ``n`` frames: int64 segment numbers and first pages, in order."""
+        """Places for up to ``n`` frames, which count as busy: int64 segment numbers and first pages, in order."""
         numbers, firsts = [], []
         left = n
         while left:
@@ -117,6 +117,7 @@ class Segments:
             numbers.append(np.full(here, head.number, np.int64))
             firsts.append(head.fill_page + np.arange(here, dtype=np.int64) * pages)
             head.fill_page += here * pages
+            head.n_busy += here
             left -= here
         empty = np.zeros(0, np.int64)
         return np.concatenate([empty, *numbers]), np.concatenate([empty, *firsts])

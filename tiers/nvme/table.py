@@ -45,7 +45,7 @@ class FrameTable:
         self.segment: NDArray[np.int32] = np.zeros(0, np.int32)
         self.page: NDArray[np.int32] = np.zeros(0, np.int32)
         self.pages: NDArray[np.int32] = np.zeros(0, np.int32)
-        self.charge: NDArray[np.int32] = np.zeros(0, np.int32)
+        self.charge: Int64s = np.zeros(0, np.int64)
         self.log_seq: Int64s = np.zeros(0, np.int64)
         self.age: Int64s = np.zeros(0, np.int64)
         self.namespace: NDArray[np.uint32] = np.zeros(0, np.uint32)

@@ -149,7 +149,7 @@ class NvmeTier:
         pages = self._geometry.check_frame(frame_bytes)
         if not self.may_write:
             return 0
-        return min(self._ledger.free_pages() // self._ledger.charge(pages), self._segments.room(Stream.NEW, pages))
+        return min(self._ledger.free_bytes() // self._ledger.charge(pages), self._segments.room(Stream.NEW, pages))
 
     def short_of(self, frame_bytes: int, n: int) -> int:
         """How many frames of this size must be freed before ``n`` more fit; 0 if nothing helps, or if they fit
@@ -157,7 +157,7 @@ class NvmeTier:
         pages = self._geometry.check_frame(frame_bytes)
         if not self.may_write:
             return 0
-        short = n - self._ledger.free_pages() // self._ledger.charge(pages)
+        short = n - self._ledger.free_bytes() // self._ledger.charge(pages)
         if short > 0:
             return short
         missing = n - self._segments.room(Stream.NEW, pages)
@@ -279,7 +279,7 @@ class NvmeTier:
             "capacity_bytes": self.capacity_bytes,
             "live_capacity_bytes": self.live_capacity_bytes,
             "used_bytes": sum(segment.live_pages for segment in segments) * PAGE_BYTES,
-            "free_bytes": ledger.free_pages() * PAGE_BYTES,
+            "free_bytes": ledger.free_bytes(),
             "live_frames": self.n_live,
             "names_to_remove": ledger.n_waiting,
             "segment_bytes": self._geometry.segment_bytes,

@@ -114,7 +114,15 @@ def test_renames_and_removals_need_the_directory_too(files: CrashFiles, after: A
     assert all(state in possible for state in found)
     assert all(state in found for state in possible)
     files.sync_directory()
-    assert after() == {"b": a}
+    assert all(after(mode, seed) == {"b": a} for mode in MODES for seed in range(5))
+
+
+def test_a_file_renamed_before_its_name_is_durable_has_one_name_or_none(files: CrashFiles, after: After) -> None:
+    handle = files.create("a", S)
+    files.sync(handle)
+    files.rename("a", "b")
+    assert {tuple(after("reordered", seed)) for seed in range(40)} == {(), ("a",), ("b",)}
+    files.close(handle)
 
 
 def test_a_recycled_file_keeps_its_old_bytes_until_sync(files: CrashFiles, after: After) -> None:

@@ -14,7 +14,7 @@ from kvstore.clock import ManualClock
 from kvstore.tiers.nvme.direct import DirectFiles
 from kvstore.tiers.nvme.faults import FaultyFiles
 from kvstore.tiers.nvme.files import SECTOR_BYTES, Extent
-from kvstore.tiers.nvme.memory import TORN_BYTES, Bytes, aligned, extent_of
+from kvstore.tiers.nvme.memory import TORN_BYTES, Bytes, aligned, extent_of, torn
 
 S = SECTOR_BYTES
 N = 16
@@ -201,6 +201,14 @@ def test_a_stuck_call_goes_on_when_released(disk: Disk, operation: str) -> None:
     assert fault.hits == 1, "a released fault meets nobody"
 
 
+def test_a_released_fault_meets_nobody_even_if_it_was_for_all(disk: Disk) -> None:
+    fault = disk.files.stick("sync", times=None)
+    fault.release()
+    disk.files.sync(disk.handle)
+    assert fault.hits == 0
+    assert not disk.files.counts
+
+
 def test_release_all_ends_everything(disk: Disk) -> None:
     fault = disk.files.stick("read", times=None)
     disk.files.fail("sync", errno.EIO, times=None)
@@ -254,6 +262,16 @@ def test_a_torn_write_leaves_old_and_new_pieces_and_never_all(tmp_path: Path) ->
         disk.files.remove("a")
     assert max(n_new_pieces) < N * S // TORN_BYTES
     assert len(set(n_new_pieces)) > 10
+
+
+def test_of_two_pieces_never_both_arrive() -> None:
+    old, new = random_bytes(TORN_BYTES + 8, 1), random_bytes(TORN_BYTES + 8, 2)
+    seen = set()
+    for seed in range(100):
+        left = torn(np.random.default_rng(seed), old, new)
+        pieces = [(left[place] == new[place]).all() for place in (slice(0, TORN_BYTES), slice(TORN_BYTES, None))]
+        seen.add(tuple(pieces))
+    assert seen == {(False, False), (True, False), (False, True)}
 
 
 def test_held_writes_are_seen_but_reach_the_disk_at_sync(disk: Disk) -> None:

@@ -266,6 +266,20 @@ def test_a_full_disk_is_told_and_leaves_no_file(tmp_path: Path) -> None:
         files.close(filler)
 
 
+def test_a_disk_without_room_for_another_name_can_be_opened(tmp_path: Path) -> None:
+    with mounted("tmpfs", tmp_path / "small", "size=1m,nr_inodes=3") as path:
+        (path / "a").write_bytes(bytes(S))
+        (path / "b").touch()
+        with pytest.raises(OSError, match="No space"):
+            (path / "c").touch()
+        files = DirectFiles(path)
+        handle = files.open("a")
+        memory = random_bytes(S)
+        assert files.read(handle, [extent_of(0, memory)]).tolist() == [S]
+        assert not memory.any()
+        files.close(handle)
+
+
 def test_writes_to_a_full_disk_say_so(tmp_path: Path) -> None:
     with mounted("tmpfs", tmp_path / "small", "size=1m") as path:
         files = DirectFiles(path)
