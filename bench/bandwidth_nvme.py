@@ -63,6 +63,8 @@ class NvmeOptions:
                 raise BadInputError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not self.block_sizes or min(self.block_sizes) < 1 or any(size % 4096 for size in self.block_sizes):
             raise BadInputError(f"block_sizes is {self.block_sizes}; on NVMe they must be multiples of 4096")
+        if self.file_bytes < 2 * self.batch_bytes:
+            raise BadInputError(f"file_bytes is {self.file_bytes}; it must hold two batches of {self.batch_bytes}")
         if any(self.batch_bytes % size for size in self.block_sizes):
             raise BadInputError(f"batch_bytes is {self.batch_bytes}; it must be whole blocks of {self.block_sizes}")
 

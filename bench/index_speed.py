@@ -2,7 +2,8 @@
 
 Every time is a ratio of two sides that alternate in one run; medians of at least 20 pairs. The numpy
 compare is ``(a == b).all()`` over two arrays of 131,072 uint32 tokens. Memory is what tracemalloc sees
-(Python objects and numpy arrays, growth slack included) less the bytes of the rows.
+(Python objects and numpy arrays, growth slack included) less the bytes of the rows. With an NVMe tier, an
+eviction is compared with one of an index that has none, and a reopened tier is measured by itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.policy import make_policy
 from kvstore.prefix_index.rows import RowPath
+from kvstore.types import KEY_BYTES
 
 PROMPT_TOKENS = 131_072
 _ROOT = b"index-speed-root"
@@ -49,6 +51,10 @@ def run(
         _memory(figures, block_tokens, memory_blocks if block_tokens == 16 else memory_blocks // 10)
     step("eviction")
     _eviction(figures, min(large_blocks, 100_000))
+    step("eviction from two tiers")
+    _tier_eviction(figures, min(large_blocks, 50_000))
+    step(f"an NVMe tier of {large_blocks:,} blocks reopened")
+    _reopen(figures, large_blocks, pairs)
     return figures
 
 
@@ -156,17 +162,19 @@ def _children(figures: dict[str, float], block_tokens: int, children: int, pairs
 
 
 def _memory(figures: dict[str, float], block_tokens: int, n_blocks: int) -> None:
-    """Bytes a block for three shapes: chat prompts, one leaf per block, every second block a fork."""
+    """Bytes a block for three shapes, chat prompts, one leaf per block, every second block a fork; and of the first
+    with an NVMe tier."""
     shapes: dict[str, Callable[[PrefixIndex, np.random.Generator], None]] = {
         "chat": lambda index, rng: _insert(index, rng.integers(0, 150_000, 64 * block_tokens, np.uint32), block_tokens),
         "flat": lambda index, rng: _insert(index, rng.integers(0, 150_000, block_tokens, np.uint32), block_tokens),
         "forks": lambda index, rng: _comb(index, rng, block_tokens),
     }
-    for shape, add in shapes.items():
+    sides = [(shape, add, False) for shape, add in shapes.items()] + [("nvme_chat", shapes["chat"], True)]
+    for shape, add, nvme in sides:
         rng = np.random.default_rng(4)
         gc.collect()
         tracemalloc.start()
-        index = PrefixIndex(make_policy("lru"), reserve_blocks=16)
+        index = PrefixIndex(make_policy("lru"), reserve_blocks=16, nvme=nvme)
         while index.n_blocks < n_blocks:
             add(index, rng)
         gc.collect()
@@ -198,3 +206,69 @@ def _eviction(figures: dict[str, float], n_blocks: int) -> None:
         slices.append(perf_counter_ns() - start)
     figures["evict_64_p50_us"] = median(slices) / 1000
     figures["evict_64_max_us"] = max(slices) / 1000
+
+
+def _persisted(index: PrefixIndex) -> PrefixIndex:
+    """All blocks on NVMe too."""
+    ids = index.chain_unpersisted(index.table.alive())
+    index.add_nvme(ids, np.arange(len(ids)))
+    return index
+
+
+def _chats(n_blocks: int, *, nvme: bool) -> PrefixIndex:
+    index = PrefixIndex(make_policy("lru"), nvme=nvme)
+    rng = np.random.default_rng(5)
+    while index.n_blocks < n_blocks:
+        _insert(index, rng.integers(0, 150_000, 64 * 16, np.uint32), 16)
+    return index
+
+
+def _tier_eviction(figures: dict[str, float], n_blocks: int) -> None:
+    """64 copies at a time out of DRAM and off NVMe, each beside an index without NVMe."""
+    n_pairs = n_blocks // 64 - 3
+    unwritten, written = _chats(n_blocks, nvme=True), _persisted(_chats(n_blocks, nvme=True))
+    sides: dict[str, Callable[[], object]] = {
+        "unwritten": lambda: unwritten.evict(64),
+        "written": lambda: written.evict(64),
+        "nvme": lambda: written.evict_nvme(64),
+    }
+    for name, evict in sides.items():
+        alone = _chats(n_blocks, nvme=False)
+        ratio, tier_us, _ = _alternate(evict, lambda alone=alone: alone.evict(64), n_pairs)  # type: ignore[misc]
+        figures.update({f"evict_64_{name}_ratio": ratio, f"evict_64_{name}_us": tier_us})
+
+
+def _reopen(figures: dict[str, float], n_blocks: int, pairs: int) -> None:
+    """Blocks known by key only: chains of 64, and the prompt of 131,072 tokens in blocks of 16 among them."""
+    path = RowPath.from_tokens(_tokens(1), 16)
+    own = path.keys(_ROOT)
+    others = np.random.default_rng(6).integers(0, 256, (n_blocks, KEY_BYTES), np.uint8)
+    keys = np.concatenate((others, own))
+    parents = np.concatenate((keys[:1], keys[:-1]))
+    parents[: n_blocks + 1 : 64] = np.frombuffer(_ROOT, np.uint8)
+    parents[n_blocks] = np.frombuffer(_ROOT, np.uint8)
+    n = len(keys)
+    facts = np.arange(n), np.full(n, 1, np.uint32), np.zeros(n, np.uint32)
+    gc.collect()
+    tracemalloc.start()
+    index = PrefixIndex(make_policy("lru"), reserve_blocks=16, nvme=True)
+    index.insert_cold(keys, parents, *facts, 0.0)
+    figures["bytes_per_block_cold"] = tracemalloc.get_traced_memory()[0] / n
+    tracemalloc.stop()
+    rates: list[float] = []
+    firsts: list[float] = []
+    for _ in range(3):
+        index = PrefixIndex(make_policy("lru"), reserve_blocks=16, nvme=True)
+        start = perf_counter_ns()
+        index.insert_cold(keys, parents, *facts, 0.0)
+        middle = perf_counter_ns()
+        found = index.match(_ROOT, path)
+        firsts.append((perf_counter_ns() - middle) / 1000)
+        rates.append(n / (middle - start) * 1e9)
+        if len(found.ids) != len(own):
+            raise RuntimeError(f"of {len(own)} cold blocks {len(found.ids)} were found")
+    figures.update(reopen_blocks=n, reopen_blocks_per_s=median(rates), cold_match_first_us=median(firsts))
+    miss = RowPath.from_tokens(_tokens(7, 64 * 16), 16)
+    empty = PrefixIndex(make_policy("lru"))
+    _, cold_us, plain_us = _alternate(lambda: index.match(_ROOT, miss), lambda: empty.match(_ROOT, miss), pairs)
+    figures.update(cold_miss_us=cold_us, plain_miss_us=plain_us)

@@ -165,7 +165,13 @@ def _draw_ratios(axes: Any, rows: Sequence[Row], title: str, limit: str) -> None
         picked = [chosen[size] for size in sizes if size in chosen]
         label = f"{kind[0]}, {kind[1]} thread{'s' * (kind[1] > 1)}"
         bars = axes.bar(x, [row.ratio for row in picked], width * 0.94, color=shades[kind], label=label)
-        axes.bar_label(bars, [f"{row.gb_per_s:.1f}" for row in picked], fontsize=6.5, padding=1, rotation=90)
+        axes.bar_label(
+            bars,
+            [f"{row.gb_per_s:.{1 if row.gb_per_s >= 1 else 2}f}" for row in picked],
+            fontsize=6.5,
+            padding=1,
+            rotation=90,
+        )
     axes.axhline(1, color=_VERMILION, linewidth=1.5, label=limit)
     axes.set_xticks(range(len(sizes)), [_size(size) for size in sizes])
     axes.set_xlabel("block size")

@@ -149,14 +149,17 @@ def _tiers_table(result: ReplayResult) -> Table:
     nvme = result.tiers.get("nvme", {})
     if nvme:
         table.add_section()
-        for name, key in (
+        # A daemon counts from its start.
+        before = {} if result.crash is None else result.crash.before
+        for name, counter in (
             ("blocks written to NVMe", "offloaded_blocks"),
             ("skipped, the disk was behind", "offload_skipped_blocks"),
             ("failed", "offload_failed_blocks"),
-            ("evicted from NVMe", "evicted_blocks"),
+            ("evicted from NVMe", "nvme_evicted_blocks"),
             ("read from NVMe", "onboarded_blocks"),
         ):
-            table.add_row(name, "", f"{nvme.get(key, 0):,.0f}", "")
+            n_blocks = nvme.get(counter.removeprefix("nvme_"), 0) + before.get(counter, 0)
+            table.add_row(name, "", f"{n_blocks:,.0f}", "")
         waits = f"every {result.durable_every} requests" if result.durable_every else "never waited for"
         table.add_row("acknowledged durable", waits, f"{result.durable_blocks:,}", "")
     return table

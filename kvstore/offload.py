@@ -12,8 +12,7 @@ access of the block offers it again. Nobody who stores a block waits for the dis
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 
 import numpy as np
@@ -24,12 +23,12 @@ from kvstore.compression.frame import FrameLayout, FrameRow
 from kvstore.errors import IntegrityError
 from kvstore.jobs import Job, Jobs, Lane
 from kvstore.metrics import Counters
-from kvstore.native import aligned_bytes, row_addresses
+from kvstore.native import aligned_bytes
+from kvstore.offload_batch import Part, Writing
 from kvstore.prefix_index.block_table import DRAM, NO_PARENT, NVME, At, Ids
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme.compaction import CompactJob
-from kvstore.tiers.nvme.jobs import WriteJob
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.waiting import Awaited, Waiters
 
@@ -47,58 +46,6 @@ class WritePolicy(StrEnum):
     THROUGH = "through"
     BACK = "back"
     SELECTIVE = "selective"
-
-
-@dataclass(slots=True)
-class _Part:
-    """Frames of one namespace in a batch."""
-
-    layout: FrameLayout
-    number: int
-    ids: Ids
-    slots: NDArray[np.int64]
-    keys: NDArray[np.uint8]
-    parents: NDArray[np.uint8]
-    firsts: NDArray[np.bool_]
-    rows: list[FrameRow]
-    log_seqs: NDArray[np.int64]
-    headers: NDArray[np.uint8]
-    payloads: NDArray[np.uint64]
-
-    def encode(self) -> None:
-        self.layout.encode_headers(
-            self.keys, self.parents, self.rows, self.log_seqs, self.payloads, self.firsts, self.headers
-        )
-
-    def buffers(self) -> list[tuple[tuple[int, int], ...]]:
-        header_bytes = self.layout.header_bytes
-        payload_bytes = self.layout.frame_bytes - header_bytes
-        heads, payloads = row_addresses(self.headers).tolist(), self.payloads.tolist()
-        return [((h, header_bytes), (p, payload_bytes)) for h, p in zip(heads, payloads, strict=True)]
-
-
-@dataclass(slots=True, eq=False)
-class _Writing:
-    """A batch on its way. ``run`` is the worker's part."""
-
-    parts: list[_Part]
-    job: WriteJob
-    since_s: float
-    n_bytes: int
-    written: bool = False
-    naming: bool = False
-    late: bool = False
-    ids: Ids = field(init=False)
-    slots: NDArray[np.int64] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.ids = np.concatenate([part.ids for part in self.parts])
-        self.slots = np.concatenate([part.slots for part in self.parts])
-
-    def run(self) -> None:
-        for part in self.parts:
-            part.encode()
-        self.job.write()
 
 
 class Persist(Awaited):
@@ -142,9 +89,9 @@ class Offloader:
         self._io_timeout_s = io_timeout_s
         self._queue: deque[int] = deque()
         self._pending: dict[int, int] = {}
-        """Blocks queued or being written, each with the ancestor on NVMe that must stay for it, or -1."""
+        """Blocks queued or being written, each with its parent, which must stay for it (pinned), or -1."""
         self._pending_bytes = 0
-        self._writes: deque[_Writing] = deque()
+        self._writes: deque[Writing] = deque()
         self._waiters = Waiters()
         self._persists: set[Persist] = set()
         self._compacting: CompactJob | None = None
@@ -184,27 +131,34 @@ class Offloader:
         new = [block for block in chain.tolist() if block not in self._pending]
         if not new:
             return
-        namespaces = self._index.table.namespace
-        storable = [block for block in new if self._layout_of(int(namespaces[block])) is not None]
+        storable = [block for block in new if self._fits_layout(block)]
         if len(storable) < len(new):
             self._counters.add("offload_skipped_blocks", len(new) - len(storable))
             new = storable
         if self.suspended:
             self._counters.add("offload_skipped_blocks", len(new))
             return
-        for at, block in enumerate(new):
+        fit = 0
+        for block in new:
             frame_bytes = self._frame_bytes(block)
             if self._pending_bytes + frame_bytes > self._queue_bytes_max:
-                # Those behind it may be its children: they can't be written before it.
-                self._counters.add("offload_skipped_blocks", len(new) - at)
-                new = new[:at]
                 break
             self._pending_bytes += frame_bytes
-            self._pending[block] = self._anchor(block)
-        if new:
-            self._index.pin(np.array(new, np.uint32))
-            self._queue.extend(new)
+            fit += 1
+        # Those behind the first that does not fit may be its children: they can't be written before it.
+        self._counters.add("offload_skipped_blocks", len(new) - fit)
+        if fit:
+            self._take(new[:fit])
             self.pump()
+
+    def _take(self, blocks: list[int]) -> None:
+        parents = self._index.table.parent[np.array(blocks, np.intp)]
+        kept = np.where(parents == NO_PARENT, -1, parents.astype(np.int64)).tolist()
+        self._index.pin(np.array(blocks, np.uint32))
+        for parents in _distinct(kept):
+            self._index.pin(parents)
+        self._pending.update(zip(blocks, kept, strict=True))
+        self._queue.extend(blocks)
 
     def begin_persist(self, ids: Ids) -> Persist:
         """Have blocks of one path written whatever the policy; pins them until ``end_persist``."""
@@ -280,17 +234,24 @@ class Offloader:
         return self.idle
 
     def _start(self) -> bool:
-        """Send the next batch; False if it has to wait for the tier to gather free room."""
-        parts: list[_Part] = []
+        """Send the next batch; False if it has to wait for the tier to gather free room.
+
+        What finds no room because everything on NVMe is in use, its own ancestors not least, is skipped.
+        """
+        parts: list[Part] = []
         n_bytes = 0
         while self._queue and n_bytes < WRITE_BYTES_MAX:
             run, layout = self._next_run(WRITE_BYTES_MAX - n_bytes)
             slots = self._room_for(layout.frame_bytes, len(run))
-            self._queue.extendleft(reversed(run[len(slots) :]))
+            rest = run[len(slots) :]
+            if rest and not self._room_may_come(layout.frame_bytes):
+                self._skip(rest)
+                rest = []
+            self._queue.extendleft(reversed(rest))
             if len(slots):
                 parts.append(self._part(np.array(run[: len(slots)], np.uint32), slots, layout))
                 n_bytes += len(slots) * layout.frame_bytes
-            if len(slots) < len(run):
+            if rest:
                 break
         if not parts:
             return False
@@ -301,8 +262,9 @@ class Offloader:
             np.concatenate([np.full(len(part.ids), part.number, np.uint32) for part in parts]),
             np.concatenate([np.full(len(part.ids), part.layout.payload_bytes, np.uint32) for part in parts]),
             [pieces for part in parts for pieces in part.buffers()],
+            np.concatenate([part.firsts for part in parts]),
         )
-        writing = _Writing(parts, job, self._clock.now_s(), n_bytes)
+        writing = Writing(parts, job, self._clock.now_s(), n_bytes)
         self._writes.append(writing)
         self._jobs.append(Job(Lane.WRITE, writing.run, lambda: self._written(writing), n_bytes))
         return True
@@ -329,9 +291,24 @@ class Offloader:
             self._counters.add("nvme_dropped_blocks", int(evicted.gone.sum()))
         return self._nvme.allocate(frame_bytes, n)
 
-    def _part(self, ids: Ids, slots: NDArray[np.int64], layout: FrameLayout) -> _Part:
+    def _room_may_come(self, frame_bytes: int) -> bool:
+        """Whether the tier has room for a frame as soon as it has gathered it."""
+        return self._nvme.short_of(frame_bytes, 1) == 0
+
+    def _skip(self, blocks: list[int]) -> None:
+        """These blocks are not written, nor what was queued behind them and needs them."""
+        skipped = set(blocks)
+        for block in self._queue:
+            if self._pending[block] in skipped:
+                skipped.add(block)
+        behind = [block for block in self._queue if block in skipped]
+        self._queue = deque(block for block in self._queue if block not in skipped)
+        self._counters.add("offload_skipped_blocks", len(skipped))
+        self._settle(blocks + behind)
+
+    def _part(self, ids: Ids, slots: NDArray[np.int64], layout: FrameLayout) -> Part:
         table, at = self._index.table, ids.astype(np.intp)
-        return _Part(
+        return Part(
             layout,
             self._number_of(int(table.namespace[at[0]])),
             ids,
@@ -345,7 +322,7 @@ class Offloader:
             self._dram.addresses(table.slot[at]),
         )
 
-    def _written(self, writing: _Writing) -> None:
+    def _written(self, writing: Writing) -> None:
         """Data is on disk or has failed. Names follow in the order in which the batches began."""
         writing.written = True
         for each in self._writes:
@@ -355,7 +332,7 @@ class Offloader:
                 each.naming = True
                 self._jobs.append(Job(Lane.CATALOG, each.job.name, lambda each=each: self._named(each)))  # type: ignore[misc]
 
-    def _named(self, writing: _Writing) -> None:
+    def _named(self, writing: Writing) -> None:
         self._writes.remove(writing)
         finished = self._nvme.finish_write(writing.job)
         live = finished.copy()
@@ -386,29 +363,21 @@ class Offloader:
 
     def _drop_queue(self) -> None:
         if self._queue:
-            self._counters.add("offload_skipped_blocks", len(self._queue))
-            blocks = list(self._queue)
-            self._queue.clear()
-            self._settle(blocks)
+            self._skip([self._queue.popleft() for _ in range(len(self._queue))])
 
     def _settle(self, blocks: list[int]) -> None:
         """These blocks are no longer pending, for better or worse."""
-        index = self._index
-        for block in blocks:
-            self._pending_bytes -= self._frame_bytes(block)
-            anchor = self._pending.pop(block)
-            if anchor >= 0:
-                index.unpin(np.array([anchor], np.uint32))
-        index.unpin(np.array(blocks, np.uint32))
+        self._pending_bytes -= sum(map(self._frame_bytes, blocks))
+        parents = [self._pending.pop(block) for block in blocks]
+        self._index.unpin(np.array(blocks, np.uint32))
+        for ids in _distinct(parents):
+            self._index.unpin(ids)
         self._waiters.settle(blocks)
 
-    def _anchor(self, block: int) -> int:
-        """The parent of a block, pinned, if its NVMe copy could go before the block has its own."""
-        parent = int(self._index.table.parent[block])
-        if parent == NO_PARENT or parent in self._pending:
-            return -1
-        self._index.pin(np.array([parent], np.uint32))
-        return parent
+    def _fits_layout(self, block: int) -> bool:
+        table = self._index.table
+        layout = self._layout_of(int(table.namespace[block]))
+        return layout is not None and layout.payload_bytes == int(table.size_bytes[block])
 
     def _frame_bytes(self, block: int) -> int:
         return self._layout(int(self._index.table.namespace[block])).frame_bytes
@@ -433,10 +402,18 @@ class Offloader:
 
     def pinned(self) -> list[At]:
         """What is pinned in the index for it, one entry a pin."""
-        anchors = [np.array([anchor], np.uint32) for anchor in self._pending.values() if anchor >= 0]
-        pins: list[At] = [np.array(list(self._pending), np.uint32), *anchors]
+        pins: list[At] = [np.array(list(self._pending), np.uint32), *_distinct(list(self._pending.values()))]
         return pins + [persist.ids for persist in self._persists]
 
     def written_slots(self) -> list[NDArray[np.int64]]:
         """NVMe slots that are being written."""
         return [writing.slots for writing in self._writes]
+
+
+def _distinct(ids: list[int]) -> Iterator[Ids]:
+    """Ids from 0 on in vectors of distinct ones, as often as they occur."""
+    left = np.array([block for block in ids if block >= 0], np.uint32)
+    while len(left):
+        unique, at = np.unique(left, return_index=True)
+        yield unique
+        left = np.delete(left, at)

@@ -166,7 +166,7 @@ class Evictor:
         return True
 
     def check(self) -> None:
-        """Raises IntegrityError if an evictable block within the bound is neither in snapshot nor heap. Slow."""
+        """Raises IntegrityError if an evictable block below the bound is neither in snapshot nor heap. Slow."""
         if self._version != self._policy.version:
             return
         table = self._table
@@ -174,5 +174,5 @@ class Evictor:
         waiting |= set(zip(self._ranks[self._at :].tolist(), self._ids[self._at :].tolist(), strict=True))
         for block in table.all_evictable(self._tier).tolist():
             entry = (float(table.rank[block]), block)
-            if entry[0] <= self._bound and entry not in waiting:
+            if entry[0] < self._bound and entry not in waiting:
                 raise IntegrityError(f"block {block} is evictable from tier {self._tier}, but its evictor forgot it")

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError
-from kvstore.prefix_index.block_table import COLD, DRAM_BIT, NO_PARENT, NVME_BIT, STORED, BlockTable, Ids
+from kvstore.prefix_index.block_table import COLD, DRAM_BIT, NO_PARENT, NVME, NVME_BIT, STORED, BlockTable, Ids
 from kvstore.prefix_index.cold import ColdBlocks
 from kvstore.prefix_index.copies import Copies
 from kvstore.prefix_index.node import Node, RootNode, row_and_digest
@@ -52,6 +52,8 @@ def chain_unpersisted(table: BlockTable, copies: Copies, ids: Ids) -> Ids:
     """See ``PrefixIndex.chain_unpersisted``."""
     # NVMe is closed towards the head but for holes: only while there are some, one has to look further up.
     to_the_head = bool(copies.holes())
+    if not to_the_head:
+        ids = ids[~table.resident(ids, NVME)]
     wanted: dict[int, bool] = {}
     """Visited blocks: whether all that lies above can be persisted."""
     out: list[int] = []

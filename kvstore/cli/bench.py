@@ -71,6 +71,14 @@ def bench() -> None:
     show_default=True,
     help="Bytes per measurement on NVMe; its DRAM holds four times as much, the data set ten times.",
 )
+@click.option(
+    "--nvme-file",
+    "nvme_file_bytes",
+    type=SIZE,
+    default="4GiB",
+    show_default=True,
+    help="Size of the file on which the disk's own limit is measured; less where there is no room.",
+)
 @output_option
 @json_option
 def bandwidth(
@@ -81,6 +89,7 @@ def bandwidth(
     nvme_dir: Path | None,
     nvme_pairs: int,
     nvme_batch_bytes: int,
+    nvme_file_bytes: int,
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -92,7 +101,9 @@ def bandwidth(
     if output is not None:
         prepare(output)
     options = BandwidthOptions(pairs=pairs, dram_bytes=dram_bytes, block_sizes=sizes)
-    nvme_options = NvmeOptions(block_sizes=sizes, pairs=nvme_pairs, batch_bytes=nvme_batch_bytes, depth=DEPTH)
+    nvme_options = NvmeOptions(
+        block_sizes=sizes, pairs=nvme_pairs, batch_bytes=nvme_batch_bytes, file_bytes=nvme_file_bytes, depth=DEPTH
+    )
     report: BandwidthReport | None = None
     if tier != "nvme":
         with own_daemon(["--dram", str(dram_bytes)]) as socket_path:

@@ -71,9 +71,22 @@ class Hierarchy:
         """
         found = self.nvme.recovered()
         ordinals = np.zeros(len(found.slots), np.uint32)
+        known = np.zeros(len(found.slots), np.bool_)
         for number, (digest, _) in self.nvme.namespaces().items():
-            ordinals[found.namespaces == number] = self._namespaces.ordinal(digest)
-        ids = self._index.insert_cold(found.keys, found.parents, found.slots, found.payload_bytes, ordinals, now_s)
+            mine = found.namespaces == number
+            ordinals[mine] = self._namespaces.ordinal(digest)
+            known |= mine
+        if not known.all():
+            log.warning("%d blocks on NVMe are of no known namespace: they go", (~known).sum())
+            self.nvme.free(found.slots[~known])
+        ids = self._index.insert_cold(
+            found.keys[known],
+            found.parents[known],
+            found.slots[known],
+            found.payload_bytes[known],
+            ordinals[known],
+            now_s,
+        )
         return len(ids)
 
     def tick(self, now_s: float) -> None:
@@ -103,6 +116,7 @@ class Hierarchy:
         try:
             layout = FrameLayout.of(opened.namespace.spec, opened.namespace.row_bytes, opened.digest)
             self.nvme.free_slots(layout.frame_bytes)
+            self._number(opened.ordinal)
         except BadInputError as error:
             log.warning("blocks of namespace %s stay in DRAM: %s", opened.digest.hex(), error)
             return None

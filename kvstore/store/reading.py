@@ -35,6 +35,8 @@ class Reading(StoreParts):
         if not len(read_ids):
             return None
         opened = prompt.namespace
+        # Of blocks found on disk the tier's word is not needed any more: the prompt proves whose they are.
+        self.index.table.namespace[reach.ids] = opened.ordinal
         return self.hierarchy.onboarder.begin(opened.namespace.tenant, opened.ordinal, reach.wanted, read_ids)
 
     def end_load(self, load: Load) -> None:

@@ -38,11 +38,10 @@ class FormerSession:
 
 @dataclass(frozen=True, slots=True)
 class Estate:
-    """All that an earlier daemon left: memory, clients, and the descriptions of namespaces by digest."""
+    """All that an earlier daemon left: memory and clients."""
 
     former: Former
     sessions: list[FormerSession]
-    namespaces: dict[bytes, str]
     last_session_id: int
 
     def close(self) -> None:
@@ -89,7 +88,6 @@ class _Reader:
                 self._region(int(names[0]), entry, mappers.get(int(names[0]), frozenset()) & sessions.keys(), directory)
                 for names, entry in self._entries.get("region", [])
             ]
-            namespaces = {bytes.fromhex(names[0]): entry.text for names, entry in self._entries.get("namespace", [])}
             ids = {client for clients in mappers.values() for client in clients} | sessions.keys()
             last_session_id = max([int(facts["last_session_id"]), *ids])
         except BaseException:
@@ -100,7 +98,7 @@ class _Reader:
         for region in regions:
             self._fds.discard(region.fd)
         former = Former(regions, max([directory.last_region_id, *(region.id for region in regions)]))
-        return Estate(former, list(sessions.values()), namespaces, last_session_id)
+        return Estate(former, list(sessions.values()), last_session_id)
 
     def close_rest(self) -> None:
         """The descriptors that nobody has taken."""

@@ -1,4 +1,4 @@
-"""What a daemon keeps with its holder while it lives: regions, clients, namespaces, the slot directory.
+"""What a daemon keeps with its holder while it lives: regions, clients, the slot directory.
 
 It writes down everything before it has an effect outside: a region before a client hears of it, a mapping
 before the client gets the descriptor. A packet that was sent is safe even if this process dies at once; if one
@@ -34,8 +34,8 @@ RANKS_PER_TICK = 8192
 SETTLE_S = 2.0
 """How long after the start those are waited for who mapped the memory that was taken over."""
 
-Describe = Callable[[int], tuple[bytes, str]]
-"""Digest and description (JSON) of a namespace by its number in the block table."""
+DigestOf = Callable[[int], bytes]
+"""The digest of a namespace by its number in the block table."""
 
 log = logging.getLogger("kvstore.takeover")
 
@@ -64,7 +64,6 @@ class Keeper:
         self._searching = False
         self._found: list[HolderLink] = []
         self._settle_until_s = 0.0
-        self._digests: dict[int, bytes] = {}
         self._rank_at = 0
         self._rank_rounds = 0
 
@@ -123,16 +122,16 @@ class Keeper:
         if self._link is not None:
             self._hand_over()
 
-    def after_request(self, index: PrefixIndex, describe: Describe) -> None:
+    def after_request(self, index: PrefixIndex, digest_of: DigestOf) -> None:
         """Label what became live. Call it before a reply that says so goes out; cheap if there is nothing."""
         self._rank_rounds = 2
-        self._label(index, describe)
+        self._label(index, digest_of)
 
-    def tick(self, index: PrefixIndex, describe: Describe, now_s: float) -> None:
+    def tick(self, index: PrefixIndex, digest_of: DigestOf, now_s: float) -> None:
         """Label the rest, note the order of eviction, a part at a time, and look for a holder if there is none."""
         if self._dram is None or self._labelling is None:
             return
-        self._label(index, describe)
+        self._label(index, digest_of)
         self._note_ranks(index, self._labelling)
         if now_s >= self._settle_until_s:
             self._dram.end_settling()
@@ -210,33 +209,24 @@ class Keeper:
         finally:
             self._searching = False
 
-    def _label(self, index: PrefixIndex, describe: Describe) -> None:
+    def _label(self, index: PrefixIndex, digest_of: DigestOf) -> None:
         if self._dram is None or self._labelling is None:
             return
         slots = self._labelling.fresh()
         if len(slots):
             ids = self._dram.tags(slots).astype(np.uint32)
-            self._labelling.publish(slots, self._labels(index, ids, describe))
+            self._labelling.publish(slots, self._labels(index, ids, digest_of))
 
-    def _labels(self, index: PrefixIndex, ids: Ids, describe: Describe) -> Labels:
+    def _labels(self, index: PrefixIndex, ids: Ids, digest_of: DigestOf) -> Labels:
         table = index.table
         namespaces = np.zeros((len(ids), KEY_BYTES), np.uint8)
         if table.nvme:
             for ordinal in np.unique(table.namespace[ids]).tolist():
-                digest = self._digest(ordinal, describe)
-                namespaces[table.namespace[ids] == ordinal] = np.frombuffer(digest, np.uint8)
+                namespaces[table.namespace[ids] == ordinal] = np.frombuffer(digest_of(ordinal), np.uint8)
         return Labels(
             table.key[ids], index.parent_keys(ids), table.parent[ids] == NO_PARENT, namespaces,
             table.size_bytes[ids], table.rank[ids],
         )  # fmt: skip
-
-    def _digest(self, ordinal: int, describe: Describe) -> bytes:
-        digest = self._digests.get(ordinal)
-        if digest is None:
-            digest, description = describe(ordinal)
-            self._digests[ordinal] = digest
-            self._put(Entry(f"namespace/{digest.hex()}", description))
-        return digest
 
     def _note_ranks(self, index: PrefixIndex, labelling: Labelling) -> None:
         """Go round the block table, until nothing can have changed since the last round began."""

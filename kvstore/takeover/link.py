@@ -19,7 +19,7 @@ from kvstore.errors import ConfigError, UnavailableError
 
 CLAIM_S = 5.0
 """Time for the whole of a claim: starting a holder, and getting what it keeps."""
-SEND_S = 0.25
+SEND_S = 0.5
 """A holder that takes nothing for so long is lost."""
 _RETRY_S = 0.02
 _BUSY, _ENDED = "busy", "it closed the connection"

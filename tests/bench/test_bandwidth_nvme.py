@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -131,6 +132,7 @@ def test_without_an_nvme_tier_nothing_is_durable(daemon_context: RunningDaemon) 
     ("changes", "message"),
     [
         ({"pairs": 0}, "pairs is 0"),
+        ({"file_bytes": 500 * MIB}, "two batches"),
         ({"block_sizes": (1000,)}, "multiples of 4096"),
         ({"block_sizes": (3 * 4096,)}, "whole blocks"),
     ],
@@ -141,7 +143,7 @@ def test_impossible_options_are_named(changes: dict[str, object], message: str) 
 
 
 def test_a_disk_without_room_is_named(daemon_context: RunningDaemon, tmp_path: Path) -> None:
-    huge = NvmeOptions(batch_bytes=1 << 50)
+    huge = NvmeOptions(batch_bytes=1 << 50, file_bytes=1 << 52)
     with pytest.raises(BadInputError, match="choose an --nvme-dir on a larger disk"):
         run_nvme(huge, starter(daemon_context, tmp_path), tmp_path)
 
@@ -149,7 +151,7 @@ def test_a_disk_without_room_is_named(daemon_context: RunningDaemon, tmp_path: P
 def test_the_command_measures_nvme_and_leaves_nothing(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "kvstore.cli", "bench", "bandwidth", "--tier", "nvme", "--nvme-pairs", "2",
-        "--nvme-batch", "2MiB", "--block-sizes", "64KiB", "--output", str(tmp_path), "--json",
+        "--nvme-batch", "2MiB", "--nvme-file", "16MiB", "--block-sizes", "64KiB", "--output", str(tmp_path), "--json",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
@@ -157,3 +159,22 @@ def test_the_command_measures_nvme_and_leaves_nothing(tmp_path: Path) -> None:
     assert [row["name"] for row in plain["nvme"]["rows"]] == [WRITE, READ]
     assert plain["mismatches"] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["picture.png", "report.json"]
+
+
+def test_sigterm_leaves_no_file_and_no_daemon(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "kvstore.cli", "bench", "bandwidth", "--tier", "nvme", "--nvme-batch", "8MiB",
+        "--nvme-file", "64MiB", "--output", str(tmp_path / "out"),
+    ]  # fmt: skip
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    assert process.stderr is not None
+    while b"serving" not in (line := process.stderr.readline()):
+        assert line, "it ended before it had started a daemon"
+    assert len(list((tmp_path / "out").iterdir())) == 1
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert b"Traceback" not in errors
+    assert list((tmp_path / "out").iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -18,6 +18,7 @@ import pytest
 
 from kvstore.bench import workload as work
 from kvstore.bench.generate import ConversationOptions, generate_trace, to_json_lines, to_trace
+from kvstore.bench.payload import Payload
 from kvstore.bench.replay import ReplayOptions, ReplayResult, replay
 from kvstore.bench.report import print_tables, replay_tables
 from kvstore.bench.trace import Trace
@@ -120,6 +121,16 @@ def test_damaged_segments_are_loss_and_never_wrong_bytes(trace: Trace, tmp_path:
     assert result.crash is not None
     assert 0 < result.crash.lost <= result.crash.must_be_found
     assert result.mismatches == 0
+
+
+def test_bytes_that_differ_after_the_restart_are_counted(
+    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In this process only: the clients have processes of their own.
+    monkeypatch.setattr(Payload, "matches", lambda *_: False)
+    result = replayed(trace, tmp_path)
+    assert result.crash is not None
+    assert result.mismatches == result.crash.mismatches >= result.crash.must_be_found > 0
 
 
 def test_a_daemon_that_does_not_come_back_is_an_error(trace: Trace, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from kvstore.client import Client, NamespaceHandle
 from kvstore.clock import ManualClock
 from kvstore.errors import BadInputError, EndedError, SpecMismatchError, UnavailableError
 from kvstore.types import ExtraKey, KVGroup, KVSpec, Namespace, Root
-from kvstore.wire import kvstore_pb2 as pb
 
 BLOCK_BYTES = 8192
 BLOCK_TOKENS = 16
@@ -313,26 +312,6 @@ def test_an_ended_lease_is_a_miss_for_staged_reads(start_daemon: Any, wait_until
         assert client.stats()["leases_ended_unacknowledged"] == 1
         lease.release()
         assert client.stats()["leases_ended_unacknowledged"] == 0
-
-
-def test_a_lease_that_ends_before_its_reply_is_looked_at_is_over(
-    ns: NamespaceHandle, client: Client, wait_until: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process stopped in between has had its end acknowledged for it: the slot may hold other bytes by now."""
-    ns.put(tokens_of(2), blocks_of(2))
-    session = client._session
-    use = session._use
-
-    def late(reply: Any, make: Any) -> Any:
-        session._on_event(pb.Event(ended_leases=[reply.lease_id]))
-        return use(reply, make)
-
-    monkeypatch.setattr(session, "_use", late)
-    lease = ns.lease(tokens_of(2))
-    assert not lease.valid
-    with pytest.raises(EndedError):
-        lease.view(0)
-    wait_until(lambda: client.stats()["leases"] == 0, "its end is acknowledged")
 
 
 def test_a_forgotten_lease_gives_its_blocks_back(ns: NamespaceHandle, client: Client, wait_until: Any) -> None:

@@ -15,7 +15,7 @@ from kvstore.client.greeting import join
 from kvstore.client.prompts import tokens_asked_for
 from kvstore.client.transport import TimedOutError, Transport
 from kvstore.client.waiting import CONNECTIONS_MAX, WaitingCalls, wait_seconds
-from kvstore.errors import BadInputError, KVStoreError, UnavailableError
+from kvstore.errors import BadInputError, EndedError, KVStoreError, UnavailableError
 from kvstore.server.daemon import WAITS_PER_SESSION_MAX
 from kvstore.types import KVSpec, Namespace, RowKind
 from kvstore.wire import kvstore_pb2 as pb
@@ -219,3 +219,24 @@ def test_a_client_may_have_so_many_connections_to_wait_on_and_no_more(client: Cl
     for transport in opened:
         transport.close()
     assert CONNECTIONS_MAX <= WAITS_PER_SESSION_MAX
+
+
+def test_a_lease_that_ends_before_its_reply_is_looked_at_is_over(
+    client: Client, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process stopped in between has had its end acknowledged for it: the slot may hold other bytes by now."""
+    ns = client.open(Namespace("m", KVSpec.opaque(16, 4096)))
+    assert ns.put(np.arange(32), np.ones((2, 4096), np.uint8)).n_stored == 2
+    session = client._session
+    use = session._use
+
+    def late(reply: Any, make: Any) -> Any:
+        session._on_event(pb.Event(ended_leases=[reply.lease_id]))
+        return use(reply, make)
+
+    monkeypatch.setattr(session, "_use", late)
+    lease = ns.lease(np.arange(32))
+    assert not lease.valid
+    with pytest.raises(EndedError):
+        lease.view(0)
+    wait_until(lambda: client.stats()["leases"] == 0, "its end is acknowledged")

@@ -91,7 +91,7 @@ DAMAGE: dict[str, Callable[[PrefixIndex], object]] = {
 
 
 def tiered() -> PrefixIndex:
-    """Blocks 2 to 6 of one prompt, all but the last on NVMe too; a second prompt, in DRAM only; cold ones are 0 and 1."""
+    """Cold blocks 0 and 1; blocks 2 to 6 of one prompt, all but the last on NVMe too; a second prompt in DRAM."""
     index = PrefixIndex(make_policy("lru"), reserve_blocks=16, nvme=True)
     keys = RowPath.from_tokens(list(range(200, 208)), 4).keys(ROOT)
     parents = np.concatenate((np.frombuffer(ROOT, np.uint8)[None], keys[:1]))
@@ -155,6 +155,14 @@ def test_the_sample_is_sound() -> None:
     broken(tiered())
 
 
+@pytest.mark.parametrize("invariant", list(DAMAGE))
+def test_check_names_what_is_broken(invariant: str) -> None:
+    index = sample()
+    DAMAGE[invariant](index)
+    with pytest.raises(IntegrityError, match=invariant):
+        index.check()
+
+
 @pytest.mark.parametrize("invariant", list(TIER_DAMAGE))
 def test_check_names_what_is_broken_in_tiers(invariant: str) -> None:
     index = tiered()
@@ -169,12 +177,4 @@ def test_check_misses_no_block_that_ought_to_be_in_dram() -> None:
     index.table.residency[3] = 0
     index._copies.n[0] -= 1
     with pytest.raises(IntegrityError, match=r"counts|in DRAM"):
-        index.check()
-
-
-@pytest.mark.parametrize("invariant", list(DAMAGE))
-def test_check_names_what_is_broken(invariant: str) -> None:
-    index = sample()
-    DAMAGE[invariant](index)
-    with pytest.raises(IntegrityError, match=invariant):
         index.check()

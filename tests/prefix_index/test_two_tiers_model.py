@@ -193,7 +193,7 @@ class TwoTierMachine(RuleBasedStateMachine):
 
     @rule(n=COUNTS)
     def evict(self, n: int) -> None:
-        expected = []
+        expected: list[tuple[int, int | None, bool]] = []
         while len(expected) < n and (order := self.oracle.in_order(self.oracle.evictable_dram)):
             slot = self.oracle.blocks[order[0]].dram
             expected.append((self.ids[order[0]], slot, self.oracle.evict_dram(order[0])))
@@ -201,7 +201,7 @@ class TwoTierMachine(RuleBasedStateMachine):
 
     @rule(n=COUNTS)
     def evict_nvme(self, n: int) -> None:
-        expected = []
+        expected: list[tuple[int, int | None, bool]] = []
         while len(expected) < n and (order := self.oracle.in_order(self.oracle.evictable_nvme)):
             slot = self.oracle.blocks[order[0]].nvme
             expected.append((self.ids[order[0]], slot, self.oracle.evict_nvme(order[0])))
@@ -231,6 +231,8 @@ class TwoTierMachine(RuleBasedStateMachine):
     def break_some(self, seed: int) -> None:
         dice = random.Random(seed)
         keys = [key for key, block in self.oracle.blocks.items() if block.nvme is not None]
+        if dice.random() < 0.5:
+            keys = [key for key in keys if self.oracle.blocks[key].pins]
         keys = dice.sample(keys, min(len(keys), dice.randrange(3)))
         assert self.index.break_nvme(self.vector(keys)).tolist() == [self.oracle.blocks[key].nvme for key in keys]
         for key in keys:

@@ -123,7 +123,9 @@ class Oracle:
         keys = [(root, rows[: i + 1]) for i in range(end)]
         if end > first and any(key not in self.blocks or self.blocks[key].broken for key in keys[:first]):
             raise Refused
-        new, back, taken = [], [], []
+        new: list[Key] = []
+        back: list[Key] = []
+        taken: list[bool] = []
         for key, slot in zip(keys[first:], slots, strict=True):
             known = key in self.blocks
             block = self.blocks.setdefault(key, Block())

@@ -39,9 +39,9 @@ class Served:
         self.process: subprocess.Popen[bytes] | None = None
         self.said = b""
 
-    def start(self, *more: str) -> None:
+    def start(self, *more: str, program: tuple[str, ...] = ("-m", "kvstore.cli")) -> None:
         ready, child = os.pipe()
-        command = [sys.executable, "-m", "kvstore.cli", "serve", "--socket", str(self.socket_path), "--dram", "16MiB",
+        command = [sys.executable, *program, "serve", "--socket", str(self.socket_path), "--dram", "16MiB",
                    "--no-prefault", "--ready-fd", str(child), "--nvme-dir", str(self.nvme_dir), "--nvme", "128MiB",
                    *more]  # fmt: skip
         self.process = subprocess.Popen(command, pass_fds=(child,), stderr=subprocess.PIPE)
@@ -140,3 +140,34 @@ def test_an_empty_start_and_a_verified_one(served: Served) -> None:
     with Client(served.socket_path, timeout_s=20.0) as client:
         assert client.open(NAMESPACE).match(prompt(1)).n_blocks == 0
         assert client.stats()["blocks"] == 0
+
+
+HANGING_DISK = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from kvstore.cli.main import main
+from kvstore.tiers.nvme.direct import DirectFiles
+
+def hang(self, handle, extents):
+    # As a disk does that answers no more: in a thread that the interpreter would wait for at its end.
+    return ThreadPoolExecutor(1).submit(threading.Event().wait).result()
+
+DirectFiles.write = hang
+main(sys.argv[1:])
+"""
+
+
+def test_sigterm_ends_a_daemon_whose_disk_hangs(served: Served) -> None:
+    served.start("--drain", "0.2", program=("-c", HANGING_DISK))
+    with Client(served.socket_path, timeout_s=20.0) as client:
+        ns = client.open(NAMESPACE)
+        result = ns.put(prompt(1), content(1), durable_within_s=0.1)
+        assert (result.n_stored, result.n_durable) == (N, 0)
+        start_s = time.monotonic()
+        assert served.end(signal.SIGTERM) == 0
+        assert time.monotonic() - start_s < 15
+    assert b"is lost" in served.said
+    assert b"Traceback" not in served.said
+    served.start()
+    with Client(served.socket_path, timeout_s=20.0) as client:
+        assert client.open(NAMESPACE).match(prompt(1)).n_blocks == 0

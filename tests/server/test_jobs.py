@@ -111,7 +111,7 @@ def test_a_stuck_lane_holds_up_no_other() -> None:
         release = threading.Event()
         done: list[str] = []
         for _ in range(THREADS[Lane.READ] + 3):
-            jobs.append(Job(Lane.READ, lambda: release.wait(WAIT_S), lambda: done.append("read")))  # type: ignore[arg-type, return-value]
+            jobs.append(Job(Lane.READ, lambda: release.wait(WAIT_S), lambda: done.append("read")))  # type: ignore[arg-type]
         written = asyncio.Event()
         jobs.append(Job(Lane.WRITE, lambda: None, written.set))
         named = asyncio.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -217,6 +218,42 @@ def test_the_end_of_a_process_ends_its_waiting_even_if_a_child_keeps_the_socket(
     wait_until(lambda: holds(disk) == (0, N), "the request waits")
     disk.daemon.call(lambda d: [d._forget(s) for s in d.sessions if s.client_name == ""])
     wait_until(lambda: holds(disk) == (0, 0), "the load is let go of")
+
+
+def test_a_session_that_ended_otherwise_meanwhile_gets_no_lease(disk: Disk, dial: Any, wait_until: Any) -> None:
+    stuck = disk.files.stick("read", times=None)
+    raw = dial(disk.daemon.config.socket_path)
+    raw_lease(disk, raw, 1, FOREVER_S)
+    wait_until(lambda: holds(disk) == (0, N), "the request waits")
+
+    def end(d: Any) -> None:
+        for session in d.sessions:
+            session.live = session.client_name != ""
+
+    disk.daemon.call(end)
+    stuck.release()
+    assert raw.error().code == pb.SESSION_ENDED
+    assert holds(disk) == (0, 0)
+
+
+def test_a_fork_while_a_thread_waits_takes_nothing_from_it(disk: Disk, wait_until: Any) -> None:
+    stuck = disk.files.stick("read", times=None)
+    thread, results = in_thread(lambda: disk.ns.lease(prompt(1), wait=FOREVER_S))
+    reached(stuck)
+    wait_until(lambda: holds(disk) == (0, N), "the request waits")
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if disk.ns.match(prompt(1)).n_blocks == N else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    stuck.release()
+    thread.join(SOON_S)
+    assert len(results[0]) == N
+    np.testing.assert_array_equal(results[0][2], content(1)[2])
+    results[0].release()
 
 
 def test_closing_a_client_ends_the_waiting_of_its_threads(disk: Disk, wait_until: Any) -> None:

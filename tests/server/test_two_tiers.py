@@ -133,6 +133,29 @@ def test_a_prefetch_makes_the_best_effort_lease_hit(ns: NamespaceHandle, wait_un
     assert stats_of(ns)["leases"] == 0
 
 
+def test_a_lease_whose_connection_is_lost_while_it_waited_is_a_miss_and_given_back(
+    ns: NamespaceHandle, wait_until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reply came, but the right went with the connection before anybody could use it."""
+    session = ns._session
+    wait_for = session._wait_for
+
+    def lose(*arguments: Any) -> Any:
+        reply = wait_for(*arguments)
+        assert reply[0].lease_id
+        session._disconnected("pulled")
+        assert session.wait_healthy(20.0)
+        return reply
+
+    monkeypatch.setattr(session, "_wait_for", lose)
+    lease = ns.lease(prompt(1))
+    assert not lease
+    assert "lost" in lease.reason
+    monkeypatch.undo()
+    held = ("leases", "leases_ended_unacknowledged")
+    wait_until(lambda: all(stats_of(ns)[name] == 0 for name in held), "what it held is given back")
+
+
 def test_many_threads_wait_for_the_same_blocks_and_they_are_read_once(ns: NamespaceHandle) -> None:
     def read(_: int) -> NDArray[np.uint8]:
         out = np.zeros((N, BLOCK_BYTES), np.uint8)

@@ -29,11 +29,12 @@ class Event:
 class CopyBook:
     """The copies as the store shows them from look to look. Each difference must be explained."""
 
+    BROKEN: ClassVar = ("onboard_unreadable_blocks", "onboard_corrupt_blocks", "unreadable_frames")
+    """The last is of the tier itself, when it moves frames."""
     COUNTERS: ClassVar = (
         "evicted_blocks",
         "nvme_evicted_blocks",
-        "onboard_unreadable_blocks",
-        "onboard_corrupt_blocks",
+        *BROKEN,
         "onboarded_blocks",
         "offloaded_blocks",
     )
@@ -99,7 +100,7 @@ class CopyBook:
 
     def _check_losses_of_nvme(self, before: Copies, event: Event, rose: Mapping[str, int], protected: set[Key]) -> None:
         lost = before.nvme - self.nvme
-        n_broken = rose["onboard_unreadable_blocks"] + rose["onboard_corrupt_blocks"]
+        n_broken = sum(rose[name] for name in self.BROKEN)
         evicted = lost - self.suspect
         assert not evicted & protected, "a block in use was evicted from NVMe"
         assert len(evicted) <= rose["nvme_evicted_blocks"]

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine
 
 from kvstore.prefix_index.block_table import DRAM, NVME
 from kvstore.store.requests import Prompt
@@ -64,8 +63,11 @@ class Session:
     live: bool = True
 
 
-class StoreModel(RuleBasedStateMachine):
-    """State, questions and answers of the model; steps are in the classes built on it."""
+class StoreModel:
+    """State, questions and answers of the model; steps are in the classes built on it.
+
+    Made to be combined: with classes of steps, and with a state machine that chooses among them.
+    """
 
     spaces: ClassVar[Sequence[Space]]
     rig: Rig
@@ -170,12 +172,12 @@ class StoreModel(RuleBasedStateMachine):
         self.store.check()
 
     def every_byte_is_accounted_for(self) -> None:
-        facts = self.rig.dram.stats()
-        parts = [facts[f"{name}_bytes"] for name in ("used", "reserved", "quarantined", "retired_mapped", "free")]
+        facts = self.rig.dram_bytes()
+        parts = [facts[name] for name in ("used", "reserved", "quarantined", "retired_mapped", "free")]
         assert min(parts) >= 0
         assert sum(parts) <= self.rig.dram.capacity_bytes
-        assert facts["used_bytes"] == sum(self.spaces[space].block_bytes for space, _ in self.copies.dram)
-        assert facts["quarantined_bytes"] == sum(
+        assert facts["used"] == sum(self.spaces[space].block_bytes for space, _ in self.copies.dram)
+        assert facts["quarantined"] == sum(
             len(held.slots) * self.spaces[held.space].block_bytes for held in self.writes if held.ended
         )
         numbers = self.store.stats()[0]

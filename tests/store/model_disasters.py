@@ -22,9 +22,12 @@ FAULTS_MAX = 3
 class DisasterSteps(TierSteps):
     """See ``StoreModel``."""
 
+    base: Path
+    """Where its directories go."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="kvstore-model-"))
+        self.folder = Path(tempfile.mkdtemp(dir=self.base))
         self.n_directories = 0
         self.index_pages_sound = True
         """No write was ever damaged in this directory: all frames can be found by what lies beside them."""
@@ -56,7 +59,7 @@ class DisasterSteps(TierSteps):
 
     def name_of(self, key: Key) -> bytes:
         prompt = self.ask(key)
-        return prompt.path.keys(prompt.root_key)[-1].tobytes()
+        return bytes(prompt.path.keys(prompt.root_key)[-1])
 
     # Disks that fail -----------------------------------------------------------------------------
 

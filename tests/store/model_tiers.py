@@ -79,8 +79,15 @@ class TierSteps(SessionSteps, ReadingSteps):
         self.cold -= set(keys_of(prompt)[: self.depth(prompt)])
 
     def protected(self) -> set[Key]:
-        waited_for = {key for each in (*self.loads, *self.persists) for key in each.keys}
+        waited_for = {key for keys in self.awaited() for key in keys}
         return super().protected() | waited_for
+
+    def counts(self) -> dict[str, int]:
+        return super().counts() | {"unreadable_frames": int(self.rig.nvme.stats()["unreadable_frames"])}
+
+    def awaited(self) -> list[tuple[Key, ...]]:
+        """What loads and persists keep from being evicted."""
+        return [loading.keys for loading in self.loads] + [persisting.keys for persisting in self.persists]
 
     # Loads ---------------------------------------------------------------------------------------
 

@@ -127,6 +127,14 @@ class Rig:
     def stat(self, name: str) -> float:
         return self.store.stats()[0][name]
 
+    def dram_bytes(self) -> dict[str, int]:
+        """What the DRAM tier counts: ``used``, ``reserved``, ``capacity`` and so on."""
+        return {
+            name.removesuffix("_bytes"): value
+            for name, value in self.dram.stats().items()
+            if name.endswith("_bytes") and isinstance(value, int)
+        }
+
     @staticmethod
     def pattern(prompt: Prompt, row: int) -> NDArray[np.uint8]:
         """What a block must hold: bytes that only its root and the tokens up to its end decide."""

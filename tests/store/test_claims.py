@@ -127,7 +127,7 @@ def test_after_its_deadline_a_lease_has_no_right_but_still_its_hold(rig: Rig, *,
         rig.put(ALICE, rig.rows(8, tag=tag))
     assert rig.bytes_at(slots) == rig.expected(prompt, 3)
     assert states(rig, slots) == {SlotState.LIVE}
-    assert rig.dram.stats()["used_bytes"] >= 3 * 4 * KIB
+    assert rig.dram_bytes()["used"] >= 3 * 4 * KIB
     assert rig.store.release(BOB, lease.id)
     rig.put(ALICE, rig.rows(32, tag=99))
     assert rig.found(prompt) == 0
@@ -276,7 +276,7 @@ def test_a_forgotten_session_holds_nothing(rig: Rig) -> None:
     rig.store.forget_session(BOB)
     assert list(rig.store.leases) == [shared]
     assert (len(rig.store.reservations), len(rig.store.pins)) == (0, 0)
-    assert rig.dram.stats()["reserved_bytes"] == 0
+    assert rig.dram_bytes()["reserved"] == 0
     with pytest.raises(EndedError):
         rig.store.commit(BOB, reservation.id)
     assert all(BOB not in region.mappers for region in rig.dram.regions.values())

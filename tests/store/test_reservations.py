@@ -136,7 +136,7 @@ def test_slots_of_a_silent_writer_come_back_only_when_it_can_not_write_any_more(
         rig.store.end_rights(ALICE)
         rig.store.end_rights(ALICE)
     assert states(rig, slots) == {SlotState.QUARANTINED}
-    assert rig.dram.stats()["quarantined_bytes"] == 8 * 4 * KIB
+    assert rig.dram_bytes()["quarantined"] == 8 * 4 * KIB
     assert (rig.stat("reservations"), rig.stat("reservations_ended_unacknowledged")) == (0, 1)
     for tag in range(2, 20):  # more than the tier holds
         other = rig.rows(6, tag=tag)
@@ -150,7 +150,7 @@ def test_slots_of_a_silent_writer_come_back_only_when_it_can_not_write_any_more(
     assert states(rig, slots) == {SlotState.QUARANTINED}
     assert rig.found(prompt) == 0
     end(rig, reservation.id)
-    assert rig.dram.stats()["quarantined_bytes"] == 0
+    assert rig.dram_bytes()["quarantined"] == 0
     assert len(rig.store.reservations) == 0
     assert rig.put(BOB, rig.rows(16, tag=70)).n_committed == 16
 
@@ -162,7 +162,7 @@ def test_what_has_no_parent_is_skipped_with_a_reason_and_counted(rig: Rig) -> No
     assert (reservation.n_present, len(reservation.slots)) == (0, 0)
     assert reservation.skipped_reason == "the blocks before are not stored: 2 of 3 are"
     assert rig.stat("skipped_blocks") == 3
-    assert rig.dram.stats()["reserved_bytes"] == 0
+    assert rig.dram_bytes()["reserved"] == 0
     assert not rig.store.index.table.refs.any()
 
 
@@ -228,4 +228,4 @@ def test_a_session_forgotten_during_the_making_of_room_gets_no_slots(rig: Rig) -
     rig.store.forget_session(ALICE)
     assert rig.store.make_room(reservation) is None
     assert len(rig.store.finish_reserve(reservation).slots) == 0
-    assert rig.dram.stats()["reserved_bytes"] == 0
+    assert rig.dram_bytes()["reserved"] == 0

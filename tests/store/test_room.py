@@ -18,8 +18,8 @@ MakeRig = Callable[..., Rig]
 
 
 def used_part(rig: Rig) -> float:
-    facts = rig.dram.stats()
-    return float(facts["used_bytes"] / facts["capacity_bytes"])
+    facts = rig.dram_bytes()
+    return facts["used"] / facts["capacity"]
 
 
 def put_and_unmap(rig: Rig, session: int, prompt: Any) -> int:
@@ -52,11 +52,11 @@ def test_ten_times_the_capacity_never_exceeds_it(make_rig: MakeRig) -> None:
     rig = make_rig(capacity_bytes=100 * 4 * KIB)
 
     def check() -> None:
-        facts = rig.dram.stats()
-        held = sum(facts[f"{name}_bytes"] for name in ("used", "reserved", "quarantined", "retired_mapped"))
+        facts = rig.dram_bytes()
+        held = sum(facts[name] for name in ("used", "reserved", "quarantined", "retired_mapped"))
         sizes = sum(region.size_bytes for region in rig.dram.regions.values())
-        assert held <= facts["capacity_bytes"]
-        assert sizes + facts["retired_mapped_bytes"] + facts["raw_bytes"] <= facts["capacity_bytes"]
+        assert held <= facts["capacity"]
+        assert sizes + facts["retired_mapped"] + facts["raw"] <= facts["capacity"]
 
     for tag in range(1, 252):
         writer = tag % 3 + 1
@@ -261,7 +261,7 @@ def test_a_move_called_off_leaves_everything_where_it_is(make_rig: MakeRig) -> N
     content(rig, prompts)
     rig.store.finish_reserve(reservation)
     rig.store.abort(BOB, reservation.id)
-    assert rig.dram.stats()["reserved_bytes"] == 0
+    assert rig.dram_bytes()["reserved"] == 0
 
 
 def test_blocks_being_moved_are_not_evicted_and_one_move_runs_at_a_time(make_rig: MakeRig) -> None:

@@ -6,7 +6,7 @@ import random
 from typing import ClassVar
 
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from kvstore.store.requests import LeaseLimits
 from tests.store.model import DICE, TTL_DEFAULT_S, TTL_MAX_S, Space
@@ -18,7 +18,7 @@ from tests.store.rig import Rig
 KIB = 1 << 10
 
 
-class StoreMachine(SessionSteps, WritingSteps, ReadingSteps):
+class StoreMachine(SessionSteps, WritingSteps, ReadingSteps, RuleBasedStateMachine):
     spaces: ClassVar = [Space("a", 4 * KIB), Space("a", 12 * KIB), Space("b", 4 * KIB)]
 
     def __init__(self) -> None:
@@ -28,8 +28,8 @@ class StoreMachine(SessionSteps, WritingSteps, ReadingSteps):
     def teardown(self) -> None:
         self.all_gone()
         self.store.check()
-        facts = self.rig.dram.stats()
-        assert [facts[f"{name}_bytes"] for name in ("reserved", "quarantined", "retired_mapped")] == [0, 0, 0]
+        facts = self.rig.dram_bytes()
+        assert [facts[name] for name in ("reserved", "quarantined", "retired_mapped")] == [0, 0, 0]
         assert not self.store.index.table.refs.any()
         self.rig.dram.close()
 

@@ -9,11 +9,12 @@ both tiers are within their capacity, and index, tiers and claims agree.
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from kvstore.offload import WritePolicy
 from kvstore.store.hierarchy import WriteBehind
@@ -22,12 +23,12 @@ from tests.store.model import DICE, TTL_DEFAULT_S, TTL_MAX_S, Space
 from tests.store.model_disasters import DisasterSteps
 from tests.store.model_writing import WritingSteps
 from tests.store.oracle import keys_of
-from tests.store.two_tier import Settings, Sizes
+from tests.store.two_tier import Settings, Sizes, nvme_bytes_for
 
 KIB = 1 << 10
 
 
-class TwoTierMachine(WritingSteps, DisasterSteps):
+class TwoTierMachine(WritingSteps, DisasterSteps, RuleBasedStateMachine):
     spaces: ClassVar = [
         Space("a", 4 * KIB),
         Space("a", 4 * KIB, salt="s"),
@@ -44,8 +45,8 @@ class TwoTierMachine(WritingSteps, DisasterSteps):
         self.all_gone()
         self.check_all()
         self.check_disk()
-        facts = self.rig.dram.stats()
-        assert [facts[f"{name}_bytes"] for name in ("reserved", "quarantined", "retired_mapped")] == [0, 0, 0]
+        facts = self.rig.dram_bytes()
+        assert [facts[name] for name in ("reserved", "quarantined", "retired_mapped")] == [0, 0, 0]
         assert not self.store.index.table.refs.any()
         self.rig.close()
         self.remove_folder()
@@ -53,7 +54,7 @@ class TwoTierMachine(WritingSteps, DisasterSteps):
     @initialize(dice=DICE)
     def begin(self, dice: random.Random) -> None:
         write = WriteBehind(self.policy, queue_bytes_max=dice.choice([40, 400]) * KIB, io_timeout_s=5.0)
-        sizes = Sizes(96 * KIB, 24 * KIB, 8 * KIB, 448 * KIB + dice.choice([6, 8]) * 64 * KIB)
+        sizes = Sizes(96 * KIB, 24 * KIB, 8 * KIB, nvme_bytes_for(dice.choice([6, 8])))
         limits = LeaseLimits(TTL_DEFAULT_S, TTL_MAX_S)
         self.first_rig(Settings(sizes, write, limits, durability=True))
         self.connect_some(dice)
@@ -91,9 +92,9 @@ class TwoTierMachine(WritingSteps, DisasterSteps):
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
-def test_two_tiers_are_what_plain_dictionaries_say(policy: WritePolicy) -> None:
+def test_two_tiers_are_what_plain_dictionaries_say(policy: WritePolicy, tmp_path: Path) -> None:
     run_state_machine_as_test(
-        type("Machine", (TwoTierMachine,), {"policy": policy}),
+        type("Machine", (TwoTierMachine,), {"policy": policy, "base": tmp_path}),
         settings=settings(
             max_examples=6,
             stateful_step_count=12,

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Self
 
 from kvstore.clock import ManualClock
-from kvstore.compression.frame import inspect
+from kvstore.compression.frame import inspect, verify_frame
 from kvstore.lease import Lease
 from kvstore.store.hierarchy import WriteBehind
 from kvstore.store.requests import LeaseLimits, Prompt
 from kvstore.tiers.nvme.crash import CrashFiles, Mode
 from kvstore.tiers.nvme.direct import DirectFiles
 from kvstore.tiers.nvme.faults import FaultyFiles
+from kvstore.tiers.nvme.layout import Geometry
 from kvstore.tiers.nvme.tier import NvmeTier
 from tests.store.job_runner import JobRunner
 from tests.store.rig import Rig
@@ -25,6 +26,14 @@ MIB = 1 << 20
 CATALOG = "catalog"
 
 
+def nvme_bytes_for(n_segments: int, segment_bytes: int = 64 * KIB) -> int:
+    """A capacity with room for so many segments."""
+    capacity_bytes = n_segments * segment_bytes
+    while Geometry(capacity_bytes, segment_bytes).n_segments < n_segments:
+        capacity_bytes += segment_bytes // 4
+    return capacity_bytes
+
+
 @dataclass(frozen=True)
 class Sizes:
     """32 blocks of 4 KiB in DRAM and 63 on NVMe, unless said otherwise."""
@@ -32,7 +41,7 @@ class Sizes:
     dram_bytes: int = 128 * KIB
     region_bytes: int = 32 * KIB
     starter_bytes: int = 8 * KIB
-    nvme_bytes: int = 448 * KIB + 12 * 64 * KIB
+    nvme_bytes: int = nvme_bytes_for(12)
     segment_bytes: int = 64 * KIB
 
 
@@ -41,7 +50,7 @@ class Settings:
     """What a store is made with, and made with again after a restart."""
 
     sizes: Sizes = Sizes()
-    write: WriteBehind = field(default_factory=WriteBehind)
+    write: WriteBehind = field(default_factory=lambda: WriteBehind(queue_bytes_max=MIB))
     limits: LeaseLimits | None = None
     recovery: str = "normal"
     durability: bool = False
@@ -65,23 +74,27 @@ class TwoTierRig(Rig):
         if self.power is not None:
             self.power.set_catalog_copier(self._copy_catalog)
         self.nvme = NvmeTier(
-            directory, sizes.nvme_bytes, inspect, self.files, self.settings.recovery, sizes.segment_bytes, clock
-        )
+            directory, sizes.nvme_bytes, inspect, self.files, self.settings.recovery, sizes.segment_bytes, clock,
+            verify_frame,
+        )  # fmt: skip
         super().__init__(
             sizes.dram_bytes, sizes.region_bytes, sizes.starter_bytes, self.settings.limits, clock, self.nvme,
             self.settings.write,
         )  # fmt: skip
         self.jobs = JobRunner(self.store)
+        self.ended = False
 
     def close(self) -> None:
         super().close()
         self.nvme.close()
+        self.ended = True
 
     def abandon(self) -> None:
         """End it as it is, jobs and all, as a dying process would."""
         self.files.release_all()
         self.nvme.close()
         self.dram.close()
+        self.ended = True
 
     def killed(self, recovery: str = "") -> Self:
         """The process dies and another one opens the same directory."""

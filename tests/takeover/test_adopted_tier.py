@@ -117,9 +117,9 @@ def test_time_ends_the_waiting_but_frees_nothing(lives: Lives) -> None:
     old = lives()
     region_id = int(old.put(old.client(1), path(0, 4))[0]) >> 20
     new = lives(old)
-    new.keeper.tick(new.index, lambda _: (b"", ""), 1.9)
+    new.keeper.tick(new.index, bytes, 1.9)
     assert new.tier.settling
-    new.keeper.tick(new.index, lambda _: (b"", ""), 2.0)
+    new.keeper.tick(new.index, bytes, 2.0)
     assert not new.tier.settling
     assert region_id not in new.tier.usable_regions(1, "a", PAGE)
     assert new.tier.stats()["unsettled_bytes"] == new.tier.region(region_id).size_bytes
@@ -284,7 +284,7 @@ def test_the_order_of_eviction_is_the_one_last_noted(lives: Lives) -> None:
     for start in (0, 100, 200, 300):
         old.put(writer, path(start, 5))
     old.index.touch(old.index.match(b"r" * 16, _rows(path(100, 5))).ids, 0.0)
-    old.keeper.tick(old.index, lambda _: (b"", ""), 0.0)
+    old.keeper.tick(old.index, bytes, 0.0)
     new = lives(old)
     assert [new.found(path(start, 5)) for start in (0, 100, 200, 300)] == [5] * 4
     order = []

@@ -106,7 +106,7 @@ def test_a_holder_that_is_lost_makes_the_next_start_cold_and_is_found_again(
     life.put(1, list(range(50, 60)))
 
     def linked() -> bool:
-        life.keeper.tick(life.index, lambda _: (b"", ""), keeper_module.RETRY_S + 1)
+        life.keeper.tick(life.index, bytes, keeper_module.RETRY_S + 1)
         return bool(life.keeper.linked)
 
     wait_until(linked, "another holder has it all")
@@ -216,7 +216,7 @@ def live_on(life: Any, tell: Callable[..., None]) -> None:
             life.map(writers[1 - turn % 2], region_id)
             tell("mapped", region_id)
         tell("stored", *tokens)
-        life.keeper.tick(life.index, lambda _: (b"", ""), 0.0)
+        life.keeper.tick(life.index, bytes, 0.0)
 
 
 N_STEPS_MAX = 400

@@ -1,6 +1,6 @@
 """The catalog: which frames are there. An LMDB file of small records, see ``names``.
 
-Every transaction is durable on return. The file is bounded by ``room_bytes``, of which an eighth is kept for
+Every transaction is durable on return. The file is bounded by ``room_bytes``, of which some is kept for
 transactions that only remove names: these can be made also when no more names fit.
 """
 
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import lmdb
@@ -24,9 +25,12 @@ from kvstore.tiers.nvme.layout import PAGE_BYTES
 from kvstore.tiers.nvme.names import RECORD, Records, intact, items
 
 _LOCK_FILE_BYTES = 16 << 10
-_LEAST_ROOM_BYTES = 64 << 10
+_LEAST_ROOM_BYTES = 128 << 10
+_KEPT_BYTES_MIN = 64 << 10
 _READ_TIMEOUT_S = 3600.0
 _CHUNK = 50_000
+_FEW = 64
+_AHEAD_BYTES = 128 << 10
 
 
 class CatalogError(Exception):
@@ -48,7 +52,9 @@ class Catalog:
         """
         self._path = path
         self._hard_bytes = max((room_bytes - _LOCK_FILE_BYTES) // PAGE_BYTES * PAGE_BYTES, _LEAST_ROOM_BYTES)
-        self._soft_bytes = self._hard_bytes * 7 // 8 // PAGE_BYTES * PAGE_BYTES
+        kept_bytes = max(self._hard_bytes // 8, _KEPT_BYTES_MIN) // PAGE_BYTES * PAGE_BYTES
+        self._soft_bytes = self._hard_bytes - kept_bytes
+        self._set_aside_bytes = 0
         self._lock = threading.Lock()
         self._env: lmdb.Environment | None = None
         with self._lock:
@@ -56,6 +62,7 @@ class Catalog:
                 self._open()
             else:
                 self._make(records)
+            self._set_aside()
 
     @property
     def n_names(self) -> int:
@@ -84,14 +91,8 @@ class Catalog:
             except CatalogError as error:
                 if puts or not error.full:
                     raise
-                # Names that go need a few pages for a moment; there are some that new names don't get.
-                env = self._open()
-                env.set_mapsize(self._hard_bytes)
-                try:
-                    self._write(puts, deletes)
-                finally:
-                    if self._env is not None:
-                        self._env.set_mapsize(self._soft_bytes)
+                self._remove(sorted(deletes))
+            self._set_aside()
 
     def read(self) -> dict[bytes, bytes]:
         """All names by key. For tests: reads everything."""
@@ -104,6 +105,24 @@ class Catalog:
             if self._env is not None:
                 self._env.close()
                 self._env = None
+
+    def _set_aside(self) -> None:
+        """Keep room on the disk for the next transactions, so that names can go when the disk is full."""
+        wanted_bytes = min((int(self._open().info()["last_pgno"]) + 1) * PAGE_BYTES + _AHEAD_BYTES, self._hard_bytes)
+        if wanted_bytes > self._set_aside_bytes:
+            with suppress(OSError), (self._path / "data.mdb").open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, wanted_bytes)
+                self._set_aside_bytes = wanted_bytes
+
+    def _remove(self, deletes: Sequence[bytes]) -> None:
+        """Names that go need pages for a moment: take those that new names don't get, and few at a time."""
+        self._open().set_mapsize(self._hard_bytes)
+        try:
+            for start in range(0, len(deletes), _FEW):
+                self._write((), deletes[start : start + _FEW])
+        finally:
+            if self._env is not None:
+                self._env.set_mapsize(self._soft_bytes)
 
     def _make(self, records: Records) -> None:
         try:

@@ -61,9 +61,9 @@ def open_directory(
     lock = DirectoryLock(directory)
     try:
         files = DirectFiles(directory) if files is None else files
-        if recovery == "none":
-            clear(files, directory)
         wanted = Geometry.of(capacity_bytes, segment_bytes)
+        if recovery == "none":
+            clear(files, directory, wanted.segment_bytes)
         superblock = open_superblock(files, directory, wanted.segment_bytes)
         geometry = Geometry.of(capacity_bytes, superblock.segment_bytes)
         return _open(lock, files, superblock, geometry, directory, recovery, inspect, verify)

@@ -96,7 +96,7 @@ def closed_and_ordered(records: Records) -> Int64s:
     parents = lookup.find(keys, value["parent"])
     first = (value["flags"] & FIRST) != 0
     lost = ~first & (parents < 0)
-    up = np.where(first, -1, parents)
+    up = parents.copy()  # also of one that calls itself a first block: if its parent is here, it is none
     depth = np.ones(n, np.int64)
     age = value["age"].astype(np.int64)
     for _ in range(n.bit_length() + 1):

@@ -88,14 +88,15 @@ def open_superblock(files: Files, directory: Path, segment_bytes: int) -> Superb
                 f"{str(directory)!r} holds {foreign[0]!r} and is no NVMe directory of kvstore: "
                 "give an empty directory, or a new path"
             )
-        superblock = Superblock(uuid.uuid4().hex, segment_bytes)
-        files.write_small(SUPERBLOCK, json.dumps(asdict(superblock)).encode())
-        return superblock
+        return _make(files, segment_bytes)
     return _parse(files.read_small(SUPERBLOCK), directory)
 
 
-def clear(files: Files, directory: Path) -> None:
-    """Remove everything that a tier made, the superblock last. Raises ConfigError as ``open_superblock``."""
+def clear(files: Files, directory: Path, segment_bytes: int) -> None:
+    """Remove everything that a tier made, and make the directory a new one; does nothing without a superblock.
+
+    Raises ConfigError for a superblock that isn't ours.
+    """
     if not (directory / SUPERBLOCK).exists():
         return
     try:
@@ -106,10 +107,16 @@ def clear(files: Files, directory: Path) -> None:
             raise error from None
     shutil.rmtree(directory / CATALOG, ignore_errors=True)
     names = files.names()
-    for name in [segment_name(number) for number in segment_numbers(names)] + [NAMESPACES, SUPERBLOCK]:
+    for name in [*(segment_name(number) for number in segment_numbers(names)), NAMESPACES]:
         if name in names:
             files.remove(name)
-    files.sync_directory()
+    _make(files, segment_bytes)
+
+
+def _make(files: Files, segment_bytes: int) -> Superblock:
+    superblock = Superblock(uuid.uuid4().hex, segment_bytes)
+    files.write_small(SUPERBLOCK, json.dumps(asdict(superblock)).encode())
+    return superblock
 
 
 def _parse(data: bytes, directory: Path) -> Superblock:

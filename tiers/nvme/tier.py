@@ -25,7 +25,7 @@ from kvstore.tiers.nvme import layout
 from kvstore.tiers.nvme.catalog import CatalogError
 from kvstore.tiers.nvme.compaction import CompactJob
 from kvstore.tiers.nvme.files import Files
-from kvstore.tiers.nvme.health import Health, means_full
+from kvstore.tiers.nvme.health import OK, Health, means_full
 from kvstore.tiers.nvme.jobs import Failure, ReadJob, WriteJob
 from kvstore.tiers.nvme.layout import PAGE_BYTES, Int64s
 from kvstore.tiers.nvme.ledger import Ledger
@@ -149,7 +149,8 @@ class NvmeTier:
         pages = self._geometry.check_frame(frame_bytes)
         if not self.may_write:
             return 0
-        return min(self._ledger.free_bytes() // self._ledger.charge(pages), self._segments.room(Stream.NEW, pages))
+        n_logical = self._ledger.free_bytes() // self._ledger.charge(pages)
+        return self._at_once(min(n_logical, self._segments.room(Stream.NEW, pages)))
 
     def short_of(self, frame_bytes: int, n: int) -> int:
         """How many frames of this size must be freed before ``n`` more fit; 0 if nothing helps, or if they fit
@@ -157,6 +158,7 @@ class NvmeTier:
         pages = self._geometry.check_frame(frame_bytes)
         if not self.may_write:
             return 0
+        n = self._at_once(n)
         short = n - self._ledger.free_bytes() // self._ledger.charge(pages)
         if short > 0:
             return short
@@ -165,12 +167,13 @@ class NvmeTier:
         return 0 if may_come else missing
 
     def allocate(self, frame_bytes: int, n: int) -> Int64s:
-        """Up to ``n`` reserved slots, int64; fewer or none when there is no room or writing is suspended.
+        """Up to ``n`` reserved slots, int64; fewer or none when there is no room or writing is suspended, and one
+        to try with after a failure.
 
         Each goes to ``begin_write`` or ``free``. Raises BadInputError for a size that can't be stored.
         """
         pages = self._geometry.check_frame(frame_bytes)
-        rows = self._ledger.reserve(pages, n if self.may_write else 0)
+        rows = self._ledger.reserve(pages, self._at_once(n) if self.may_write else 0)
         return self._ledger.table.handles(rows)
 
     def log_seqs(self, slots: Int64s) -> Int64s:
@@ -187,14 +190,18 @@ class NvmeTier:
         namespaces: NDArray[np.uint32],
         payload_bytes: NDArray[np.uint32],
         buffers: Sequence[Pieces],
+        firsts: NDArray[np.bool_] | None = None,
     ) -> WriteJob:
         """Frames for reserved slots. ``keys``, ``parents``: uint8 [n, 16]; a parent in the same call comes first.
 
+        ``firsts``: bool [n], whose parent is a root; another one whose parent is neither live nor being written is
+        not named. Without it such a parent counts as a root.
+
         ``buffers``: for each frame the ``(address, length)`` pieces of memory that it consists of, multiples of
-        4096; they must stay and not change until the job is written. A parent that is neither live nor being
-        written counts as a root. Raises BadInputError or IntegrityError before any change.
+        4096; they must stay and not change until the job is written. Raises BadInputError or IntegrityError
+        before any change.
         """
-        return self._writer.begin(slots, keys, parents, namespaces, payload_bytes, buffers)
+        return self._writer.begin(slots, keys, parents, namespaces, payload_bytes, buffers, firsts)
 
     def finish_write(self, job: WriteJob) -> NDArray[np.bool_]:
         """Which frames are live now, bool [n]: durable, named and not freed meanwhile. The others' slots are free."""
@@ -340,6 +347,10 @@ class NvmeTier:
             table.handles(rows), table.key[rows], table.parent[rows], table.namespace[rows],
             table.payload_bytes[rows], (table.pages[rows] * PAGE_BYTES).astype(np.uint32),
         )  # fmt: skip
+
+    def _at_once(self, n: int) -> int:
+        """After a failure one frame is tried: if it fails again, nothing was evicted for many."""
+        return n if self.health == OK else min(n, 1)
 
     def _growth_bytes(self) -> int:
         try:

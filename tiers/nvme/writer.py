@@ -42,6 +42,7 @@ class Writer:
         namespaces: NDArray[np.uint32],
         payload_bytes: NDArray[np.uint32],
         buffers: Sequence[Pieces],
+        firsts: NDArray[np.bool_] | None = None,
     ) -> WriteJob:
         """See ``NvmeTier.begin_write``."""
         ledger, table = self._ledger, self._ledger.table
@@ -54,7 +55,7 @@ class Writer:
         table.move(rows, FrameState.WRITING)
         table.know(rows)
         above = table.find(table.parent[rows])
-        table.first[rows] = above < 0
+        table.first[rows] = above < 0 if firsts is None else firsts
         records = ledger.records(rows)
         parts = [
             WritePart(
@@ -65,6 +66,7 @@ class Writer:
             for segment, mine in ledger.by_segment(rows)
         ]  # fmt: skip
         job = WriteJob(rows, parts, records, ledger.take_removal(), self._book, {})
+        job.wanted = table.first[rows] | (above >= 0)
         self._places.update({row: (job, at) for at, row in enumerate(rows.tolist())})
         job.before = {at: self._places[row] for at, row in enumerate(above.tolist()) if row in self._places}
         self.n_running += 1

@@ -118,9 +118,7 @@ class Rig:
         keys, parents = keys[: len(slots)], parents[: len(slots)]
         seqs = self.tier.log_seqs(slots).tolist()
         memory = [frame_of(k, p, pages, seq) for k, p, seq in zip(keys, parents, seqs, strict=True)]
-        buffers = [
-            ((int(m.ctypes.data), PAGE), (int(m.ctypes.data) + PAGE, (pages - 1) * PAGE)) for m in memory
-        ]
+        buffers = [((int(m.ctypes.data), PAGE), (int(m.ctypes.data) + PAGE, (pages - 1) * PAGE)) for m in memory]
         n = len(slots)
         job = self.tier.begin_write(
             slots, as_keys(keys), as_keys(parents), np.full(n, self.number, np.uint32),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def watched(directory: Path, rig_at: Callable[..., Any], seed: int, judge: Calla
     """A rig on a crash device that calls ``judge`` at every sync point."""
     directory.mkdir()
     files = CrashFiles(directory, DirectFiles(directory), at_point=judge)
-    files.set_catalog_copier(lambda path: shutil.copy(directory / "catalog" / "data.mdb", path))
+    files.set_catalog_copier(partial(shutil.copy, directory / "catalog" / "data.mdb"))
     return rig_at(directory, seed, files=files, **SETTINGS), files
 
 
@@ -114,7 +115,7 @@ def test_work_goes_on_after_a_power_cut(tmp_path: Path, rig_at: Callable[..., An
     known: dict[bytes, Any] = {}
     for n_cut in range(6):
         files = CrashFiles(directory, DirectFiles(directory))
-        files.set_catalog_copier(lambda path, at=directory: shutil.copy(at / "catalog" / "data.mdb", path))
+        files.set_catalog_copier(partial(shutil.copy, directory / "catalog" / "data.mdb"))
         rig = rig_at(directory, 10 * seed + n_cut, files=files, **SETTINGS)
         assert set(known) <= set(rig.take_recovered())
         assert rig.read(sorted(known)) == [True] * len(known)
