@@ -113,8 +113,8 @@ class Transport:
         request_id = self._next_id
         self._next_id += 1
         frame = encode(method, FLAG_NO_REPLY if no_reply else 0, request_id, request)
-        self._arm(deadline_s)
         try:
+            self._arm(deadline_s)  # fails where another thread has closed the connection
             self._sock.sendall(frame)
         except OSError as error:
             # Part of the frame may be gone: what follows would not be understood.

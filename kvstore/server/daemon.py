@@ -107,8 +107,11 @@ class Daemon:
         return drained
 
     async def _drain(self, deadline_s: float) -> bool:
-        """Let the store's jobs end, and those that follow from them, until nothing waits to be written."""
-        while await self._pump.until_quiet(deadline_s) and not self._idle:
+        """Write what only DRAM holds; let the store's jobs end, and those that follow from them."""
+        hierarchy = self.store.hierarchy
+        while await self._pump.until_quiet(deadline_s) and hierarchy is not None and not hierarchy.offloader.drain():
+            if self.store.jobs:
+                continue
             # The store holds something back (a disk that failed is tried again later): the next tick will tell.
             left_s = deadline_s - self._loop.time()
             if left_s <= 0:

@@ -7,6 +7,8 @@ reading and writing NVMe as ``jobs``.
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvstore.errors import BadInputError, EndedError
 from kvstore.jobs import Job
 from kvstore.lease import Claim, Pin
@@ -106,7 +108,10 @@ class Store(Reading, Writing):
 
         Follow with ``n_durable`` at any time, and ``end_persist`` in any case.
         """
-        ids = self.index.match(prompt.root_key, prompt.path).ids
+        found = self.index.match(prompt.root_key, prompt.path)
+        ids = found.ids
+        if 0 < found.partial_tokens == prompt.path.tail_tokens:
+            ids = np.append(ids, np.uint32(found.partial_id))
         if self.hierarchy is None or not len(ids):
             return None
         return self.hierarchy.offloader.begin_persist(ids)

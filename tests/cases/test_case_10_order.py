@@ -52,9 +52,9 @@ def test_what_was_not_touched_goes_first_and_children_before_parents(
 
     seen: list[tuple[list[bool], list[bool]]] = []
     n_found = 4
-    for tag in range(10, 60):
+    for tag in range(10, 110):
         rig.clock.advance(1.0)
-        rig.put(WRITER, rig.rows(2, tag=tag))
+        rig.put(WRITER, rig.rows(1, tag=tag))
         rig.settle()
         dram, nvme = there(rig, chain, DRAM), there(rig, chain, NVME)
         assert is_closed(nvme)

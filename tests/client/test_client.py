@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import time
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,12 @@ import pytest
 from numpy.typing import NDArray
 
 from kvstore.client import Client, NamespaceHandle
+from kvstore.client.transport import Transport
 from kvstore.clock import ManualClock
 from kvstore.errors import BadInputError, EndedError, SpecMismatchError, UnavailableError
 from kvstore.types import ExtraKey, KVGroup, KVSpec, Namespace, Root
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.framing import Method
 
 BLOCK_BYTES = 8192
 BLOCK_TOKENS = 16
@@ -389,3 +393,11 @@ def test_the_tier_never_holds_more_than_its_room(ns: NamespaceHandle, client: Cl
         assert float(stats["dram_used_bytes"]) <= float(stats["dram_capacity_bytes"])
     assert ns.match(tokens_of(80, 99)).n_blocks == 80
     assert ns.match(tokens_of(80, 0)).n_blocks == 0
+
+
+def test_a_connection_closed_by_another_thread_is_a_broken_one(client: Client) -> None:
+    """The background thread may be about to send on it: it must see what it knows how to deal with."""
+    transport = Transport(client._session._path, 1.0)
+    transport.close()
+    with pytest.raises(UnavailableError):
+        transport.send(Method.HEARTBEAT, pb.HeartbeatRequest(), time.monotonic() + 1.0)

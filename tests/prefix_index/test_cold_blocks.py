@@ -232,3 +232,30 @@ def test_a_large_tier_in_several_batches_equals_a_dictionary() -> None:
             assert (index._cold.find(keys[[i for i in range(n) if i not in left]]) == 0xFFFFFFFF).all()
     assert index.n_blocks == 0
     index.check()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_dram_kept_over_a_restart_needs_no_nvme(seed: int) -> None:
+    results = []
+    for nvme, most in ((False, 5), (True, 5), (False, 1)):
+        dice = random.Random(seed)
+        source = PrefixIndex(make_policy("lru"), reserve_blocks=16)
+        paths = [path_of([dice.randrange(3) for _ in range(dice.randrange(1, 16))]) for _ in range(12)]
+        for path in paths:
+            source.insert(ROOT, path, 0, np.arange(path.n_rows), 7, 0.0)
+        ids = source.table.alive()
+        index = PrefixIndex(make_policy("lru"), reserve_blocks=16, nvme=nvme)
+        take_in(index, source.table.key[ids], source.parent_keys(ids), DRAM)
+        out: list[object] = []
+        while index.n_blocks:
+            match = index.match(ROOT, dice.choice(paths))
+            out.append((match.n_tokens, index.slots(match.ids).tolist()))
+            index.touch(match.ids[: dice.randrange(9)], 1.0)
+            index.check()
+            left = dice.randrange(6)
+            while left > 0:
+                out += index.evict(min(left, most)).slots.tolist()
+                left -= most
+                index.check()
+        results.append(out)
+    assert results[0] == results[1] == results[2]

@@ -677,7 +677,7 @@ def test_index_tiers_and_claims_agree_after_every_takeover(
                 assert client.wait_healthy(20.0)
                 daemon.call(lambda running: running.store.check())
                 assert daemon.call(lambda running: running.store.stats()[0]["taken_over_blocks"]) >= before
-                assert found(ns, range(100 * turn, 100 * turn + 80)) == before
+                assert found(ns, range(100 * turn, 100 * turn + 80)) >= before  # NVMe has all
                 put(ns, range(5000 + 100 * turn, 5060 + 100 * turn))
                 daemon.call(lambda running: running.store.check())
             wait_until(lambda: client.stats()["dram_unsettled_bytes"] == 0, "the client settles")

@@ -254,6 +254,32 @@ def test_what_waits_to_be_written_is_written_when_the_daemon_stops(start_daemon:
             np.testing.assert_array_equal(out, content(seed))
 
 
+@pytest.mark.parametrize("policy", ["back", "selective"])
+def test_what_only_dram_holds_is_written_when_the_daemon_stops(
+    policy: str, start_daemon: Start, nvme: dict[str, Any]
+) -> None:
+    first = start_daemon(**nvme, write_policy=policy)
+    with connect(first) as client:
+        ns = client.open(NAMESPACE)
+        for seed in range(8):
+            assert ns.put(prompt(seed, extra=3), content(seed, N + 1)).n_stored == N + 1
+    first.stop()
+    assert first.stopped_in_order
+    with connect(start_daemon(**nvme)) as client:
+        ns = client.open(NAMESPACE)
+        for seed in range(8):
+            with ns.lease(prompt(seed, extra=3)) as lease:
+                assert (lease.n_blocks, lease.partial_tokens) == (N, 3)
+                assert np.array_equal(np.array([lease[i] for i in range(N + 1)]), content(seed, N + 1))
+
+
+def test_a_short_last_block_becomes_durable_too(start_daemon: Start, nvme: dict[str, Any]) -> None:
+    with connect(start_daemon(**nvme)) as client:
+        ns = client.open(NAMESPACE)
+        done = ns.put(prompt(1, extra=3), content(1, N + 1), durable_within_s=20.0)
+        assert done.n_durable == N + 1
+
+
 def test_more_than_dram_holds_comes_back_from_nvme(start_daemon: Start, nvme: dict[str, Any]) -> None:
     """8 MiB of DRAM, 32 MiB of blocks: what was pushed out is still found, byte for byte."""
     daemon = start_daemon(**nvme)
