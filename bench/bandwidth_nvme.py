@@ -193,7 +193,7 @@ class NvmeBench:
             ),
         )
         for number in range(options.cold_batches):
-            self._read_s(number)
+            self._lease(self._tokens(number)).release()  # whatever comes: room in DRAM changes hands here
         yield (
             READ,
             paired(

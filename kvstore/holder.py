@@ -168,15 +168,15 @@ class Holder:
         self._connections.add(sock)
         self._selector.register(sock, selectors.EVENT_READ)
 
-    def _take(self, sock: socket.socket) -> bool:
-        """One message of a connection; False if there is none."""
+    def _take(self, sock: socket.socket) -> None:
+        """One message of a connection."""
         try:
             received = receive(sock)
             if received is not None:
                 self._act(sock, *received)
-                return sock in self._connections
+                return
         except BlockingIOError:
-            return False
+            return
         except (ValueError, KeyError, TypeError):
             # What a daemon meant to say is lost: what it has put is not the whole truth any more.
             if sock is self._daemon:
@@ -184,7 +184,6 @@ class Holder:
         except OSError:
             pass
         self._close(sock)
-        return False
 
     def _close(self, sock: socket.socket) -> None:
         if sock in self._connections:
@@ -233,11 +232,10 @@ class Holder:
             generation.put(str(key), str(text), fds.pop(0) if has_fd else -1)
 
     def _claim(self, sock: socket.socket, owner: str) -> None:
-        while self._daemon is not None and self._daemon is not sock and self._take(self._daemon):
-            pass  # all that a dead one had to say, up to its end
         if self._ended:
             raise ValueError("it was told to end")
-        if self._daemon is not None:
+        if self._daemon not in (None, sock):
+            # Of one that is dead, all that it said, up to its end, is worked on first: ask again.
             send(sock, {"refused": "busy"})
             return
         current = self._generations.get(self._current)

@@ -79,7 +79,7 @@ class RoomRequest(Protocol):
 
 @dataclass(slots=True)
 class Reservation(Claim):
-    """The right to fill slots that nobody can see yet. ``prefix_ids`` (the ancestors) stay pinned.
+    """The right to fill slots that nobody can see yet. ``prefix_ids``, ancestors that only DRAM holds, stay pinned.
 
     It is a ``RoomRequest`` too. ``namespace`` is the number of its namespace in this daemon.
     """

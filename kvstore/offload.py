@@ -12,7 +12,7 @@ access of the block offers it again. Nobody who stores a block waits for the dis
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import StrEnum
 
 import numpy as np
@@ -89,7 +89,7 @@ class Offloader:
         self._io_timeout_s = io_timeout_s
         self._queue: deque[int] = deque()
         self._pending: dict[int, int] = {}
-        """Blocks queued or being written, each with its parent, which must stay for it (pinned), or -1."""
+        """Blocks queued or being written, each with its parent (or NO_PARENT), pinned as it must stay for it."""
         self._pending_bytes = 0
         self._writes: deque[Writing] = deque()
         self._waiters = Waiters()
@@ -108,11 +108,6 @@ class Offloader:
         return not self._pending and self._compacting is None
 
     # What to write -------------------------------------------------------------------------------
-
-    def committed(self, ids: Ids) -> None:
-        """These blocks of one path are new, or were stored again."""
-        if self._policy is WritePolicy.THROUGH:
-            self.add(ids)
 
     def accessed(self, ids: At) -> None:
         """One access of a path, in this order, has been counted."""
@@ -141,8 +136,8 @@ class Offloader:
         fit = 0
         for block in new:
             frame_bytes = self._frame_bytes(block)
-            if self._pending_bytes + frame_bytes > self._queue_bytes_max:
-                break
+            if self._pending_bytes and self._pending_bytes + frame_bytes > self._queue_bytes_max:
+                break  # but one alone always may go
             self._pending_bytes += frame_bytes
             fit += 1
         # Those behind the first that does not fit may be its children: they can't be written before it.
@@ -152,12 +147,11 @@ class Offloader:
             self.pump()
 
     def _take(self, blocks: list[int]) -> None:
-        parents = self._index.table.parent[np.array(blocks, np.intp)]
-        kept = np.where(parents == NO_PARENT, -1, parents.astype(np.int64)).tolist()
-        self._index.pin(np.array(blocks, np.uint32))
-        for parents in _distinct(kept):
-            self._index.pin(parents)
-        self._pending.update(zip(blocks, kept, strict=True))
+        ids = np.array(blocks, np.uint32)
+        parents = self._index.table.parent[ids]
+        self._index.pin(ids)
+        self._index.pin_each(parents[parents != NO_PARENT])
+        self._pending.update(zip(blocks, parents.tolist(), strict=True))
         self._queue.extend(blocks)
 
     def begin_persist(self, ids: Ids) -> Persist:
@@ -214,9 +208,20 @@ class Offloader:
         most_bytes = self._dram.capacity_bytes // CLEAN_SHARE
         ahead = np.cumsum(self._index.table.size_bytes[ids.astype(np.intp)], dtype=np.int64)
         ids = ids[: max(1, int(np.searchsorted(ahead, most_bytes)))]
-        dirty = ids[~self._index.resident(ids, NVME)]
+        dirty = self._worth_their_room(ids[~self._index.resident(ids, NVME)])
         if len(dirty):
             self.add(dirty)
+
+    def _worth_their_room(self, ids: Ids) -> Ids:
+        """Those that the policy values more than what NVMe would have to give up for them.
+
+        Else what was just pushed out would push out again what pushed it out.
+        """
+        ids = ids[[self._fits_layout(block) for block in ids.tolist()]]
+        if not len(ids) or self._nvme.short_of(self._frame_bytes(int(ids[0])), len(ids)) == 0:
+            return ids
+        rank, first = self._index.table.rank, self._index.coldest(1, NVME)
+        return ids[rank[ids] > rank[first[0]]] if len(first) else ids[:0]
 
     def drain(self) -> bool:
         """Before the end: queue what only DRAM holds, whatever the policy; True once nothing is left to write.
@@ -230,13 +235,13 @@ class Offloader:
             ids = alive[self._index.resident(alive, DRAM) & ~self._index.resident(alive, NVME)]
             ids = ids[np.argsort(-table.rank[ids], kind="stable")]
             fits = np.cumsum(table.size_bytes[ids], dtype=np.int64) <= self._queue_bytes_max // 2
-            self.add(ids[fits])
+            self.add(self._worth_their_room(ids[fits]))
         return self.idle
 
     def _start(self) -> bool:
         """Send the next batch; False if it has to wait for the tier to gather free room.
 
-        What finds no room because everything on NVMe is in use, its own ancestors not least, is skipped.
+        If everything on NVMe is in use (not least by being the ancestors of what is queued), the queue is skipped.
         """
         parts: list[Part] = []
         n_bytes = 0
@@ -244,10 +249,9 @@ class Offloader:
             run, layout = self._next_run(WRITE_BYTES_MAX - n_bytes)
             slots = self._room_for(layout.frame_bytes, len(run))
             rest = run[len(slots) :]
-            if rest and not self._room_may_come(layout.frame_bytes):
-                self._skip(rest)
-                rest = []
             self._queue.extendleft(reversed(rest))
+            if rest and not self._room_may_come(layout.frame_bytes):
+                self._drop_queue()
             if len(slots):
                 parts.append(self._part(np.array(run[: len(slots)], np.uint32), slots, layout))
                 n_bytes += len(slots) * layout.frame_bytes
@@ -294,17 +298,6 @@ class Offloader:
     def _room_may_come(self, frame_bytes: int) -> bool:
         """Whether the tier has room for a frame as soon as it has gathered it."""
         return self._nvme.short_of(frame_bytes, 1) == 0
-
-    def _skip(self, blocks: list[int]) -> None:
-        """These blocks are not written, nor what was queued behind them and needs them."""
-        skipped = set(blocks)
-        for block in self._queue:
-            if self._pending[block] in skipped:
-                skipped.add(block)
-        behind = [block for block in self._queue if block in skipped]
-        self._queue = deque(block for block in self._queue if block not in skipped)
-        self._counters.add("offload_skipped_blocks", len(skipped))
-        self._settle(blocks + behind)
 
     def _part(self, ids: Ids, slots: NDArray[np.int64], layout: FrameLayout) -> Part:
         table, at = self._index.table, ids.astype(np.intp)
@@ -363,15 +356,17 @@ class Offloader:
 
     def _drop_queue(self) -> None:
         if self._queue:
-            self._skip([self._queue.popleft() for _ in range(len(self._queue))])
+            self._counters.add("offload_skipped_blocks", len(self._queue))
+            blocks = list(self._queue)
+            self._queue.clear()
+            self._settle(blocks)
 
     def _settle(self, blocks: list[int]) -> None:
         """These blocks are no longer pending, for better or worse."""
         self._pending_bytes -= sum(map(self._frame_bytes, blocks))
-        parents = [self._pending.pop(block) for block in blocks]
+        parents = np.array([self._pending.pop(block) for block in blocks], np.uint32)
         self._index.unpin(np.array(blocks, np.uint32))
-        for ids in _distinct(parents):
-            self._index.unpin(ids)
+        self._index.unpin_each(parents[parents != NO_PARENT])
         self._waiters.settle(blocks)
 
     def _fits_layout(self, block: int) -> bool:
@@ -402,18 +397,10 @@ class Offloader:
 
     def pinned(self) -> list[At]:
         """What is pinned in the index for it, one entry a pin."""
-        pins: list[At] = [np.array(list(self._pending), np.uint32), *_distinct(list(self._pending.values()))]
+        parents = np.array(list(self._pending.values()), np.uint32)
+        pins: list[At] = [np.array(list(self._pending), np.uint32), parents[parents != NO_PARENT]]
         return pins + [persist.ids for persist in self._persists]
 
     def written_slots(self) -> list[NDArray[np.int64]]:
         """NVMe slots that are being written."""
         return [writing.slots for writing in self._writes]
-
-
-def _distinct(ids: list[int]) -> Iterator[Ids]:
-    """Ids from 0 on in vectors of distinct ones, as often as they occur."""
-    left = np.array([block for block in ids if block >= 0], np.uint32)
-    while len(left):
-        unique, at = np.unique(left, return_index=True)
-        yield unique
-        left = np.delete(left, at)

@@ -85,6 +85,11 @@ class _Reading:
     late: bool = False
 
     def run(self) -> None:
+        self._read()
+        if not self.verified.all():
+            self._read()  # what failed may have been of the moment: a block is given up after the second time only
+
+    def _read(self) -> None:
         self.job.run()
         self.verified = self.layout.verify(self.headers, self.payloads, self.keys, self.parents)
 
@@ -151,6 +156,7 @@ class Onboarder:
         self._index.pin(ids)
         new = [] if self.stuck else [block for block in wanted if block not in self._under_way]
         room = max(self._queue_bytes_max - self._queued_bytes, 0) // layout.frame_bytes
+        room = room or int(not self._queued_bytes)  # one alone always may come
         if len(new) > room:
             self._counters.add("onboard_refused_blocks", len(new) - room)
             new = new[:room]

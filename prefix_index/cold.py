@@ -98,15 +98,11 @@ class ColdBlocks:
         twin = np.flatnonzero(prefixes[1:] == prefixes[:-1])
         if len(twin):
             _refuse_twins(keys, order, prefixes, twin)
-        probe = _prefixes(parents)
-        place = np.minimum(np.searchsorted(prefixes, probe), max(n - 1, 0))
-        parent_places = order[place].astype(np.int64)
-        same = (keys[parent_places] == parents).all(axis=1)
-        for i in np.flatnonzero(~same & (prefixes[place] == probe)).tolist():  # another key with the same 8 bytes
-            found = np.flatnonzero((keys == parents[i]).all(axis=1))
-            if len(found):
-                parent_places[i], same[i] = found[0], True
-        parent_places[~same] = -1
+        # Mostly a block stands right behind its parent.
+        parent_places = np.arange(-1, n - 1)
+        parent_places[:1] = -1
+        elsewhere = np.flatnonzero(np.append(True, (parents[1:] != keys[:-1]).any(axis=1))[:n])
+        parent_places[elsewhere] = _find_all(keys, order, prefixes, parents[elsewhere])
         late = np.flatnonzero(parent_places >= np.arange(n))
         if len(late):
             raise BadInputError(
@@ -188,6 +184,24 @@ def _sorted(keys: NDArray[np.uint8]) -> tuple[NDArray[np.intp], NDArray[np.uint6
     prefixes = _prefixes(keys)
     order = np.argsort(prefixes, kind="stable")
     return order, prefixes[order]
+
+
+def _find_all(
+    keys: NDArray[np.uint8], order: NDArray[np.intp], prefixes: NDArray[np.uint64], wanted: NDArray[np.uint8]
+) -> NDArray[np.int64]:
+    """Where in ``keys``, sorted by ``order`` to ``prefixes``, each of ``wanted`` stands, or -1."""
+    probe = _prefixes(wanted)
+    by_size = np.argsort(probe)  # neighbours are found in cached memory
+    place = np.empty(len(probe), np.intp)
+    place[by_size] = np.minimum(np.searchsorted(prefixes, probe[by_size]), max(len(keys) - 1, 0))
+    out = order[place].astype(np.int64)
+    same = (keys[out] == wanted).all(axis=1)
+    for i in np.flatnonzero(~same & (prefixes[place] == probe)).tolist():  # another key with the same 8 bytes
+        found = np.flatnonzero((keys == wanted[i]).all(axis=1))
+        if len(found):
+            out[i], same[i] = found[0], True
+    out[~same] = -1
+    return out
 
 
 def _refuse_twins(

@@ -142,9 +142,9 @@ class PrefixIndex:
         """
         return lineage.chain_unpersisted(self.table, self._copies, ids)
 
-    def coldest(self, n: int) -> Ids:
-        """The up to ``n`` leaves of DRAM that would be evicted next, in order; changes nothing."""
-        evictor = self._copies.evictors[DRAM]
+    def coldest(self, n: int, tier: int = DRAM) -> Ids:
+        """The up to ``n`` leaves of a tier that would be evicted next, in order; changes nothing."""
+        evictor = self._copies.evictors[tier]
         ids = array("I")
         while len(ids) < n and (block := evictor.pop()) >= 0:
             ids.append(block)
@@ -168,6 +168,18 @@ class PrefixIndex:
     def pin(self, ids: At) -> None:
         """Keep all copies of these blocks (distinct ids) until as many ``unpin``."""
         self.table.refs[ids.astype(np.intp, copy=False)] += 1
+
+    def pin_each(self, ids: At) -> None:
+        """As ``pin``, for ids that may come several times."""
+        np.add.at(self.table.refs, ids.astype(np.intp, copy=False), 1)
+
+    def unpin_each(self, ids: At) -> None:
+        """Undo ``pin_each``. Raises IntegrityError, and changes nothing, for one that isn't pinned as often."""
+        unique, counts = np.unique(ids.astype(np.intp, copy=False), return_counts=True)
+        if (self.table.refs[unique] < counts).any():
+            raise IntegrityError("a block is unpinned more often than it was pinned")
+        self.table.refs[unique] -= (counts - 1).astype(np.int32)
+        self.unpin(unique)
 
     def unpin(self, ids: At) -> None:
         """Undo one ``pin`` of these blocks (distinct ids). Raises IntegrityError if one isn't pinned."""

@@ -38,10 +38,10 @@ class Search:
     def match(self, root_key: bytes, path: RowPath) -> Match:
         """See ``PrefixIndex.match``."""
         stop = self.locate(root_key, path, path.n_full_rows)
-        if stop is None and not self._cold.n:
+        if stop is None and not self._table.n_cold:
             return Match(np.empty(0, np.uint32), -1, 0, 0)
         may_end_inside = path.unit_bytes != path.row_bytes
-        if self._cold.n and may_end_inside and path.tail_tokens:
+        if self._table.n_cold and may_end_inside and path.tail_tokens:
             at_tail = stop.n_rows if stop else 0
             if at_tail == path.n_full_rows and self._graft(root_key, path, stop, path.n_rows) is not stop:
                 stop = self.locate(root_key, path, path.n_full_rows)
@@ -59,7 +59,7 @@ class Search:
         """How far the tree has the first ``n_rows`` rows, cold ones taken in; None if it has not even the root."""
         root = self._tree.find_root(root_key, path)
         stop = None if root is None else self._tree.walk(root, path, n_rows)
-        if self._cold.n and (stop is None or stop.n_rows < n_rows):
+        if self._table.n_cold and (stop is None or stop.n_rows < n_rows):
             return self._graft(root_key, path, stop, n_rows)
         return stop
 

@@ -141,7 +141,7 @@ class SlotDirectory:
         if not self._fresh:
             return np.empty(0, np.int64)
         fresh, self._fresh = self._fresh, []
-        return np.unique(np.concatenate(fresh))
+        return fresh[0] if len(fresh) == 1 else np.unique(np.concatenate(fresh))
 
     def has_label(self, places: Int64s) -> NDArray[np.bool_]:
         """Which places have a label that counts."""

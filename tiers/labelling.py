@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.errors import IntegrityError
 from kvstore.tiers.directory import Labels, SlotDirectory
 from kvstore.tiers.slots import Int64s, SlotState, SlotTable
 from kvstore.types import SLOT_BITS
+
+
+class Fresh(NamedTuple):
+    """Slots to be labelled: their places, int64 ``[n]``, and their tags."""
+
+    places: Int64s
+    tags: Int64s
+
+
+_NOTHING = Fresh(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class Labelling:
@@ -31,19 +44,22 @@ class Labelling:
     def valid(self, value: bool) -> None:
         self._directory.valid = value
 
-    def fresh(self) -> Int64s:
-        """Slots that became live since the last call, still are, and have no label yet."""
+    def fresh(self) -> Fresh:
+        """What became live since the last call, still is, and has no label yet."""
+        table = self._table
         slots = self._directory.take_committed()
         if not len(slots):
-            return slots
-        slots = slots[np.isin(slots >> SLOT_BITS, self._table.ids)]
-        places = self._table.resolve(slots).places
-        fresh: Int64s = slots[(self._table.states[places] == SlotState.LIVE) & ~self._directory.has_label(places)]
-        return fresh
+            return _NOTHING
+        try:
+            places = table.resolve(slots).places
+        except IntegrityError:  # a region is gone meanwhile
+            places = table.resolve(slots[np.isin(slots >> SLOT_BITS, table.ids)]).places
+        places = places[(table.states[places] == SlotState.LIVE) & ~self._directory.has_label(places)]
+        return Fresh(places, table.tags[places])
 
-    def publish(self, slots: Int64s, labels: Labels) -> None:
-        """Say what lies in these ``fresh`` slots: from now on a later daemon finds it there."""
-        self._directory.publish(self._table.resolve(slots).places, labels)
+    def publish(self, fresh: Fresh, labels: Labels) -> None:
+        """Say what lies there: from now on a later daemon finds it."""
+        self._directory.publish(fresh.places, labels)
 
     def note_ranks(self, slots: Int64s, ranks: NDArray[np.float64]) -> None:
         """Note the order of eviction of live slots for a later daemon."""

@@ -44,7 +44,7 @@ def check_agreement(
     _check_dram(index, dram, blocks, promised, held_back)
     refs = np.zeros(len(index.table.refs), np.int32)
     for ids in pins:
-        refs[ids] += 1
+        np.add.at(refs, ids, 1)
     wrong = refs[blocks] != index.table.refs[blocks]
     if wrong.any():
         block = blocks[wrong][0]

@@ -110,7 +110,7 @@ class Store(Reading, Writing):
         """
         found = self.index.match(prompt.root_key, prompt.path)
         ids = found.ids
-        if 0 < found.partial_tokens == prompt.path.tail_tokens:
+        if len(ids) == prompt.path.n_full_rows and 0 < found.partial_tokens == prompt.path.tail_tokens:
             ids = np.append(ids, np.uint32(found.partial_id))
         if self.hierarchy is None or not len(ids):
             return None

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError, EndedError
 from kvstore.lease import Reservation
+from kvstore.prefix_index.block_table import NVME, Ids
 from kvstore.prefix_index.index import MissingParent
 from kvstore.room import PendingReclaim
 from kvstore.store.parts import StoreParts
@@ -51,12 +52,14 @@ class Writing(StoreParts):
             reason = f"the DRAM tier has room for {fitting} blocks of this size at most"
             self.counters.add("skipped_blocks", n_missing - fitting)
             n_missing = fitting
-        self.index.pin(prefix)
+        # An ancestor that is on NVMe may leave DRAM meanwhile: a prompt can be longer than DRAM.
+        held = prefix if self.hierarchy is None else prefix[~self.index.resident(prefix, NVME)]
+        self.index.pin(held)
         reservation = Reservation(
             next(self._ids), prompt.namespace.namespace.tenant, self.clock.now_s() + ttl_s, {session_id: True},
             writer=session_id, namespace=prompt.namespace.ordinal, root_key=prompt.root_key, path=path,
             slot_bytes=slot_bytes, block_bytes=prompt.namespace.block_bytes,
-            first_block=first_block, n_present=n_present, n_wanted=n_missing, prefix_ids=prefix, skipped_reason=reason,
+            first_block=first_block, n_present=n_present, n_wanted=n_missing, prefix_ids=held, skipped_reason=reason,
             time_s=prompt.time_s, category=prompt.category,
         )  # fmt: skip
         self.reservations.add(reservation)
@@ -140,8 +143,8 @@ class Writing(StoreParts):
             ) from error
         fresh = slots[inserted.is_new]
         self.dram.commit(fresh, inserted.ids[inserted.is_new].astype(np.int64))
-        whole_path = np.concatenate([reservation.prefix_ids, inserted.ids])
-        self.index.touch(whole_path, reservation.time_s, reservation.category)
+        whole_path = self._path_to(reservation, inserted.ids)
+        self._touch(whole_path, reservation)
         reservation.slots = np.concatenate([slots[~inserted.is_new], reservation.slots[n_blocks:]])
         self._drop_reservation(reservation, session_id)
         n_duplicate = int(len(slots) - len(fresh))
@@ -149,9 +152,23 @@ class Writing(StoreParts):
         self.counters.add("committed_bytes", len(fresh) * reservation.block_bytes)
         self.counters.add("duplicate_blocks", n_duplicate)
         if self.hierarchy is not None:
-            self.hierarchy.offloader.committed(inserted.ids)
             self.hierarchy.offloader.accessed(whole_path)
         return Commit(len(fresh), n_duplicate)
+
+    def _touch(self, ids: Ids, reservation: Reservation) -> None:
+        """The path was used now. That is no access more: insertion counts new blocks, the lookup before the others."""
+        table = self.index.table
+        counted = table.hits[ids] if self.hierarchy is not None else None
+        self.index.touch(ids, reservation.time_s, reservation.category)
+        if counted is not None:
+            table.hits[ids] = counted
+
+    def _path_to(self, reservation: Reservation, ids: Ids) -> Ids:
+        """Blocks of a prompt up to ``ids``, which were just stored."""
+        if self.hierarchy is None:
+            return np.concatenate([reservation.prefix_ids, ids])
+        found = self.index.match(reservation.root_key, reservation.path).ids
+        return np.concatenate([found[: reservation.first_block + reservation.n_present], ids])
 
     def _seal_regions_of(self, slots: NDArray[np.int64]) -> None:
         """Readers may come from now on. Raises EndedError if a writer has kept the kernel from sealing."""

@@ -23,6 +23,7 @@ from kvstore.types import KEY_BYTES, SLOT_BITS
 log = logging.getLogger("kvstore.takeover")
 
 OrdinalOf = Callable[[bytes], int | None]
+Keys = NDArray[np.uint8]
 
 
 def open_keeper(path: Path, owner: str, grace_s: float, name: str) -> tuple[Keeper, Estate | None]:
@@ -88,30 +89,29 @@ def _fits(size_bytes: NDArray[np.uint32], slots: NDArray[np.int64], dram: DramTi
     return fits
 
 
-def _ordinals(digests: NDArray[np.uint8], ordinal_of: OrdinalOf) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
-    unique, which = np.unique(_wide(digests), return_inverse=True)
-    found = [ordinal_of(digest) for digest in unique.tolist()]
-    known = np.array([ordinal is not None for ordinal in found], np.bool_)
-    ordinals = np.array([ordinal or 0 for ordinal in found], np.uint32)
-    return ordinals[which.reshape(-1)], known[which.reshape(-1)]
+def _ordinals(digests: Keys, ordinal_of: OrdinalOf) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
+    first, which = np.unique(_prefixes(digests), return_index=True, return_inverse=True)[1:]
+    which = which.reshape(-1)
+    found = [ordinal_of(digests[i].tobytes()) for i in first.tolist()]
+    known = np.array([ordinal is not None for ordinal in found], np.bool_)[which]
+    known &= (digests == digests[first[which]]).all(axis=1)
+    return np.array([ordinal or 0 for ordinal in found], np.uint32)[which], known
 
 
-def _is_first_copy(keys: NDArray[np.uint8], usable: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _is_first_copy(keys: Keys, usable: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Of blocks with the same key, one."""
     first = np.zeros(len(keys), np.bool_)
     at = np.flatnonzero(usable)
-    first[at[np.unique(_wide(keys[at]), return_index=True)[1]]] = True
+    first[at[np.unique(_prefixes(keys[at]), return_index=True)[1]]] = True
     return first
 
 
 def _parents_first(labels: Labels, index: PrefixIndex) -> NDArray[np.intp]:
     """Places of the blocks all of whose ancestors are among them, or known to the index; parents before children."""
     n = len(labels)
-    order = np.argsort(_wide(labels.keys), kind="stable")
-    place = _find(_wide(labels.keys)[order], labels.parents)
-    above = np.where(place >= 0, order[place], -1)
+    above = _find(labels.keys, labels.parents)
     above[labels.is_first] = -1
-    known = _find(np.sort(_wide(index.table.key[index.table.alive()])), labels.parents) >= 0
+    known = _find(index.table.key[index.table.alive()], labels.parents) >= 0
     is_top = labels.is_first | known
     # Pointer jumping: after k rounds everybody has looked 2**k generations up. The last place stands for nobody.
     up = np.append(np.where(above < 0, n, above), n)
@@ -127,14 +127,18 @@ def _parents_first(labels: Labels, index: PrefixIndex) -> NDArray[np.intp]:
     return good[np.argsort(depth[good], kind="stable")]
 
 
-def _find(sorted_keys: NDArray[np.void], keys: NDArray[np.uint8]) -> NDArray[np.intp]:
-    """Where keys stand among sorted ones, -1 where they don't."""
-    if not len(sorted_keys):
-        return np.full(len(keys), -1, np.intp)
-    wanted = _wide(keys)
-    at = np.minimum(np.searchsorted(sorted_keys, wanted), len(sorted_keys) - 1)
-    return np.where(sorted_keys[at] == wanted, at, -1)
+def _find(keys: Keys, wanted: Keys) -> NDArray[np.intp]:
+    """Where each wanted key stands in ``keys``, -1 for none.
+
+    Two keys whose first half is the same count as one that is missing: a block that is left out is no harm.
+    """
+    if not len(keys):
+        return np.full(len(wanted), -1, np.intp)
+    prefixes = _prefixes(keys)
+    order = np.argsort(prefixes, kind="stable")
+    at = order[np.minimum(np.searchsorted(prefixes, _prefixes(wanted), sorter=order), len(keys) - 1)]
+    return np.where((keys[at] == wanted).all(axis=1), at, -1)
 
 
-def _wide(keys: NDArray[np.uint8]) -> NDArray[np.void]:
-    return np.ascontiguousarray(keys).view(f"V{KEY_BYTES}").reshape(-1)
+def _prefixes(keys: Keys) -> NDArray[np.uint64]:
+    return np.ascontiguousarray(keys).view(np.uint64).reshape(-1, KEY_BYTES // 8)[:, 0]

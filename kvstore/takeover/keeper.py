@@ -29,7 +29,7 @@ from kvstore.tiers.region import Region
 from kvstore.types import KEY_BYTES
 
 RETRY_S = 5.0
-RANKS_PER_TICK = 8192
+RANKS_PER_TICK = 2048
 """Ranks noted at a time: what a tick may take of the loop."""
 SETTLE_S = 2.0
 """How long after the start those are waited for who mapped the memory that was taken over."""
@@ -210,22 +210,22 @@ class Keeper:
             self._searching = False
 
     def _label(self, index: PrefixIndex, digest_of: DigestOf) -> None:
-        if self._dram is None or self._labelling is None:
+        if self._labelling is None:
             return
-        slots = self._labelling.fresh()
-        if len(slots):
-            ids = self._dram.tags(slots).astype(np.uint32)
-            self._labelling.publish(slots, self._labels(index, ids, digest_of))
+        fresh = self._labelling.fresh()
+        if len(fresh.tags):
+            self._labelling.publish(fresh, self._labels(index, fresh.tags.astype(np.uint32), digest_of))
 
     def _labels(self, index: PrefixIndex, ids: Ids, digest_of: DigestOf) -> Labels:
         table = index.table
+        at = ids.astype(np.intp)
         namespaces = np.zeros((len(ids), KEY_BYTES), np.uint8)
         if table.nvme:
-            for ordinal in np.unique(table.namespace[ids]).tolist():
-                namespaces[table.namespace[ids] == ordinal] = np.frombuffer(digest_of(ordinal), np.uint8)
+            for ordinal in np.unique(table.namespace[at]).tolist():
+                namespaces[table.namespace[at] == ordinal] = np.frombuffer(digest_of(ordinal), np.uint8)
         return Labels(
-            table.key[ids], index.parent_keys(ids), table.parent[ids] == NO_PARENT, namespaces,
-            table.size_bytes[ids], table.rank[ids],
+            table.key[at], index.parent_keys(ids), table.parent[at] == NO_PARENT, namespaces,
+            table.size_bytes[at], table.rank[at],
         )  # fmt: skip
 
     def _note_ranks(self, index: PrefixIndex, labelling: Labelling) -> None:

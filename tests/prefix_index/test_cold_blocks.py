@@ -79,6 +79,14 @@ def test_facts_given_are_kept_and_the_order_given_is_the_order_of_eviction() -> 
     index.check()
 
 
+def test_a_tier_that_holds_nothing_is_taken_in() -> None:
+    index = new_index()
+    none = np.empty((0, 16), np.uint8)
+    assert take_in(index, none, none).tolist() == []
+    assert index.n_blocks == 0
+    index.check()
+
+
 def test_extra_keys_count() -> None:
     index = new_index()
     shown = path_of([1, 2, 3, 4], ExtraKey(3, 1, b"cat"))
@@ -118,9 +126,11 @@ def test_dram_may_hold_what_nvme_has_and_more() -> None:
 def test_an_entry_that_lies_about_its_parent_is_no_hit() -> None:
     index = new_index()
     keys, parents = chain_of(path_of([1, 2, 3, 4, 5, 6]))
+    other = path_of([1, 2, 7, 8]).keys(ROOT)[1:]
     parents[1] = np.frombuffer(ROOT, np.uint8)
-    take_in(index, keys, parents)
+    take_in(index, np.concatenate((keys, other)), np.concatenate((parents, keys[:1])))
     assert index.match(ROOT, path_of([1, 2, 3, 4, 5, 6])).n_tokens == 2
+    assert index.match(ROOT, path_of([1, 2, 7, 8])).n_tokens == 4
     index.check()
 
 

@@ -516,7 +516,7 @@ def test_with_an_nvme_tier_both_are_found(warm: Warm, client: Client, tmp_path: 
         warm.start(*nvme, dram="16MiB")
         assert client.wait_healthy(20.0)
         stats = client.stats()
-        assert stats["taken_over_blocks"] * BLOCK_BYTES >= 0.7 * float(n_dram)
+        assert float(stats["taken_over_blocks"]) * BLOCK_BYTES >= 0.7 * float(n_dram)
         wait_until(lambda: client.stats()["dram_retired_mapped_bytes"] == 0, "what is not taken over is unmapped")
         assert found(ns, range(300)) == 1200
         assert put(ns, range(300)) == 0
@@ -644,7 +644,7 @@ def test_twenty_restarts_leak_nothing(warm: Warm, client: Client) -> None:
         assert float(stats["dram_used_bytes"]) <= 8 * MIB
         facts.append((*holder_facts(pid), region_bytes(warm.pid, pid, os.getpid())))
         own.append(len(list(Path("/proc/self/fd").iterdir())))
-        assert holder_facts(pid)[0] <= stats["dram_regions"] + 14
+        assert holder_facts(pid)[0] <= float(stats["dram_regions"]) + 14
     assert max(total for _, _, total in facts) <= 8 * MIB
     assert facts[-1][1] <= facts[4][1] + 1500, "the holder grows"
     assert own[-1] <= own[2] + 2

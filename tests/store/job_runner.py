@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from kvstore.jobs import Job, Lane
 from kvstore.store.store import Store
@@ -12,9 +12,8 @@ from kvstore.store.store import Store
 class JobRunner:
     """Jobs that were handed out: ``waiting`` for a worker, or ``ran`` and not yet taken in by the store."""
 
-    def __init__(self, store: Store, before_run: Callable[[Job], None] | None = None) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._before_run = before_run
         self.waiting: list[Job] = []
         self.ran: list[Job] = []
 
@@ -38,8 +37,6 @@ class JobRunner:
         """The worker's part."""
         self.waiting.remove(job)
         self.ran.append(job)
-        if self._before_run is not None:
-            self._before_run(job)
         job.run()
 
     def finish(self, job: Job) -> None:
@@ -47,31 +44,34 @@ class JobRunner:
         self.ran.remove(job)
         self._store.finish(job)
 
-    def step(self, dice: random.Random) -> bool:
-        """Run a job or take one in, whichever; False if there is none. True as well when one was only run."""
-        runnable = self.runnable()
-        if not runnable and not self.ran:
-            return False
-        job = dice.choice(runnable + self.ran)
+    def step(self, dice: random.Random) -> Job | None:
+        """Run a job or take one in, whichever; the job, or None if there is none."""
+        choices = self.runnable() + self.ran
+        if not choices:
+            return None
+        job = dice.choice(choices)
         if job in self.ran:
             self.finish(job)
         else:
             self.run(job)
-        return True
+        return job
 
-    def all(self, dice: random.Random | None = None) -> int:
-        """Run all jobs and those that follow from them, one by one; at random if there are dice. Returns how many."""
-        return sum(1 for _ in self.each(dice))
+    def each(self, dice: random.Random | None = None) -> Iterator[Job]:
+        """Run and finish all jobs and those that follow from them; yields after each, for a look in between.
 
-    def each(self, dice: random.Random | None = None) -> Iterator[Job | None]:
-        """As ``all``; yields after each step, for a look in between."""
+        With dice in any legal order, and then a job comes twice: when it ran and when it was taken in.
+        """
         while len(self):
             if dice is not None:
-                self.step(dice)
-                yield None
-                continue
-            job = self.ran[0] if self.ran else self.runnable()[0]
-            if job not in self.ran:
-                self.run(job)
-            self.finish(job)
-            yield job
+                job = self.step(dice)
+            else:
+                job = self.ran[0] if self.ran else self.runnable()[0]
+                if job not in self.ran:
+                    self.run(job)
+                self.finish(job)
+            if job is not None:
+                yield job
+
+    def all(self, dice: random.Random | None = None) -> int:
+        """As ``each``, without a look; returns how many."""
+        return sum(1 for _ in self.each(dice))

@@ -45,7 +45,7 @@ class Held:
     deadline_s: float
     rights: dict[int, bool]
     keys: tuple[Key, ...]
-    """Leased or pinned blocks; for a reservation the ancestors that must stay."""
+    """Leased or pinned blocks; for a reservation the ancestors that it keeps."""
     slots: list[int] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
     content: list[bytes] = field(default_factory=list)
@@ -80,7 +80,7 @@ class StoreModel:
         self.leases: list[Held] = []
         self.writes: list[Held] = []
         self.pins: list[Held] = []
-        self.moving: tuple[Any, Any, Key, int] | None = None
+        self.moving: tuple[Any, Any, Key, tuple[Key, ...]] | None = None
         self.n_sessions = 0
         self.prompt_clients = True
         """Whether clients unmap retired regions at once, or now and then."""
@@ -133,7 +133,7 @@ class StoreModel:
     def protected(self) -> set[Key]:
         kept = {key for held in self.leases + self.writes + self.pins for key in held.keys}
         if self.moving is not None and not self.moving[0].ended:
-            kept.update(keys_of(self.moving[2])[: self.moving[3]])
+            kept.update(self.moving[3])
         return kept
 
     # What the store did --------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class DisasterSteps(TierSteps):
         key = dice.choice(sorted(self.copies.nvme))
         name = self.name_of(key)
         for frame in frames_in(self.rig.directory):
-            if frame.key == name:
+            if frame.key == name and frame.payload():
                 frame.flip(
                     dice.choice([dice.randrange(160), frame.payload_offset + dice.randrange(frame.payload_bytes)])
                 )

@@ -40,12 +40,14 @@ class WritingSteps(StoreModel):
             min(known + (at_tail and matching == tail_tokens), n) for matching in self.partial(prompt)[0]
         }
         assert reservation.n_present + reservation.n_wanted == n
-        self.go_on(reservation, prompt, depth, may_wait=dice.random() < 0.5)
+        # Ancestors that are on NVMe may leave meanwhile: a prompt can be longer than DRAM.
+        kept = tuple(key for key in keys[:depth] if key not in self.copies.nvme)
+        self.go_on(reservation, prompt, kept, may_wait=dice.random() < 0.5)
 
-    def go_on(self, reservation: Any, prompt: Key, depth: int, *, may_wait: bool) -> None:
+    def go_on(self, reservation: Any, prompt: Key, kept: tuple[Key, ...], *, may_wait: bool) -> None:
         """Make room; a move may be left half done for other steps to come in between."""
         for _ in range(6):
-            stand_in = Held(0, prompt[0], 0.0, {reservation.writer: True}, keys_of(prompt)[:depth])
+            stand_in = Held(0, prompt[0], 0.0, {reservation.writer: True}, kept)
             if not reservation.ended:
                 self.writes.append(stand_in)  # what evictions must leave alone
             pending = self.store.make_room(reservation)
@@ -55,13 +57,13 @@ class WritingSteps(StoreModel):
             if pending is None:
                 break
             if may_wait:
-                self.moving = (reservation, pending, prompt, depth)
+                self.moving = (reservation, pending, prompt, kept)
                 return
             pending.copy()
             self.store.finish_reclaim(pending)
-        self.hand_out(reservation, prompt, depth)
+        self.hand_out(reservation, prompt, kept)
 
-    def hand_out(self, reservation: Any, prompt: Key, depth: int) -> None:
+    def hand_out(self, reservation: Any, prompt: Key, kept: tuple[Key, ...]) -> None:
         ended = reservation.ended or reservation.writer not in self.sessions
         self.store.finish_reserve(reservation)
         n = len(reservation.slots)
@@ -75,7 +77,7 @@ class WritingSteps(StoreModel):
         first = reservation.first_block + reservation.n_present
         keys = keys_of(prompt)
         held = Held(
-            reservation.id, prompt[0], reservation.deadline_s, {reservation.writer: True}, keys[:depth],
+            reservation.id, prompt[0], reservation.deadline_s, {reservation.writer: True}, kept,
             writes=keys[first : first + n],
         )  # fmt: skip
         self.rig.map_regions(reservation.writer, reservation.slots, writable=True)
@@ -87,7 +89,7 @@ class WritingSteps(StoreModel):
     def end_move(self, dice: random.Random) -> None:
         if self.moving is None:
             return
-        reservation, pending, prompt, depth = self.moving
+        reservation, pending, prompt, kept = self.moving
         copied = dice.random() < 0.8
         if copied:
             pending.copy()
@@ -96,9 +98,9 @@ class WritingSteps(StoreModel):
             self.store.cancel_reclaim(pending)
         self.moving = None
         if copied:
-            self.go_on(reservation, prompt, depth, may_wait=dice.random() < 0.5)
+            self.go_on(reservation, prompt, kept, may_wait=dice.random() < 0.5)
         else:
-            self.hand_out(reservation, prompt, depth)
+            self.hand_out(reservation, prompt, kept)
 
     def commit(self, dice: random.Random) -> None:
         if not self.writes:
@@ -107,7 +109,9 @@ class WritingSteps(StoreModel):
         (writer,) = held.rights
         n = dice.choice([len(held.slots), dice.randint(1, len(held.slots))])
         self.writes.remove(held)
-        if held.ended or held.deadline_s <= self.now_s:
+        # An ancestor that was on NVMe may have been evicted, or its copy have turned out to be bad.
+        has_ancestors = self.copies.stored.issuperset(keys_of(held.writes[0])[:-1])
+        if held.ended or held.deadline_s <= self.now_s or not has_ancestors:
             with pytest.raises(EndedError):
                 self.store.commit(writer, held.id, n)
             return

@@ -124,6 +124,10 @@ class Rig:
         """Whole blocks that are found; asks nothing of policy or counters of hits."""
         return len(self.store.index.match(prompt.root_key, prompt.path).ids)
 
+    def count(self, name: str) -> int:
+        """A counter of the store, 0 as long as it never counted."""
+        return int(self.store.counters[name])
+
     def stat(self, name: str) -> float:
         return self.store.stats()[0][name]
 

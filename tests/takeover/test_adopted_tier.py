@@ -70,6 +70,23 @@ def test_a_block_whose_label_is_not_yet_written_is_left_out(lives: Lives) -> Non
     old.tier.free(slots)
 
 
+def test_slots_that_are_gone_before_they_are_labelled_are_passed_over(lives: Lives) -> None:
+    old = lives()
+    writer = old.client(1)
+    kept, freed = old.reserve(writer, 2), old.reserve(writer, 30)
+    for slots in (kept, freed):
+        old.tier.commit(slots, np.arange(len(slots)))
+    old.tier.free(freed)
+    for region_id in old.tier.retire_empty((2, "a", PAGE)):
+        old.tier.remove_mapper(region_id, writer)
+    again = old.reserve(writer, 1)
+    fresh = old.tier.labelling.fresh()
+    assert sorted(fresh.tags.tolist()) == [0, 1]
+    assert fresh.places.tolist() == old.tier.generation_index(kept).tolist()
+    assert len(old.tier.labelling.fresh().tags) == 0
+    old.tier.free(np.concatenate((kept, again)))
+
+
 def test_the_writer_goes_on_once_all_have_settled(lives: Lives) -> None:
     old = lives()
     writer, reader = old.client(1), old.client(2)
@@ -197,6 +214,19 @@ def test_a_full_tier_of_stale_regions_gives_room_by_moves(lives: Lives, dead_pid
         new.tier.check()
     assert new.found(path(0, kept)) < kept
     assert new.tier.stats()["adopted_bytes"] == 0
+
+
+def test_nothing_moves_to_where_this_daemon_cannot_write(lives: Lives, dead_pidfd: int) -> None:
+    old = lives()
+    old.put(old.client(1, dead_pidfd), path(0, 40))
+    new = lives(old)
+    new.evict(10)
+    reclaim = new.tier.plan_reclaim(2, "a", PAGE, lambda tags: np.ones(len(tags), np.bool_))
+    assert reclaim is not None
+    others = [region for region in new.tier.regions.values() if region.id != reclaim.source_region_id]
+    assert any(region.read_only for region in others)
+    assert not any(new.tier.region(region_id).read_only for region_id in np.unique(reclaim.dst_slots >> 20).tolist())
+    new.tier.abort_reclaim(reclaim)
 
 
 def test_moved_blocks_are_found_after_the_next_restart(lives: Lives, dead_pidfd: int) -> None:

@@ -11,14 +11,15 @@ _FOLD = np.uint64(29)
 
 
 def record_checksums(words: NDArray[np.uint64]) -> NDArray[np.uint32]:
-    """uint32 [n] for uint64 [n, k]: any change of one word changes it, but for one chance in 2**32.
+    """uint32 [n] for uint64 [k, n]: any change of one word changes it, but for one chance in 2**32.
 
     Word j goes through a bijection and is multiplied by an odd constant of its own, so that words that
     change places count as well. Against accidents, not against forgers.
     """
-    factors = (np.arange(words.shape[1], dtype=np.uint64) * np.uint64(2) + np.uint64(1)) * _SPREAD
-    factors |= np.uint64(1)
-    mixed = ((words ^ (words >> _FOLD)) * factors).sum(axis=1, dtype=np.uint64)
+    mixed = np.zeros(words.shape[1], np.uint64)
+    for j, column in enumerate(words):
+        factor = np.uint64((2 * j + 1) * int(_SPREAD) & 0xFFFFFFFFFFFFFFFF)
+        mixed += (column ^ (column >> _FOLD)) * factor
     mixed ^= mixed >> _HALF
     sums: NDArray[np.uint32] = ((mixed * _SPREAD) >> _HALF).astype(np.uint32)
     return sums

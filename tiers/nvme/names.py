@@ -63,9 +63,8 @@ def place_keys(log_seqs: NDArray[np.int64], pages: NDArray[np.int64]) -> list[by
 
 
 def _checksums(records: Records) -> NDArray[np.uint32]:
-    words = np.empty((len(records), 10), np.uint64)
-    words[:, 0], words[:, 1] = records["place"]["log_seq"], records["place"]["page"]
-    values = np.ascontiguousarray(records["value"])
-    words[:, 2:] = values.view("<u8").reshape(len(records), 8)
-    words[:, 9] &= np.uint64(0xFFFFFFFF)
+    words = np.empty((10, len(records)), np.uint64)
+    words[0], words[1] = records["place"]["log_seq"], records["place"]["page"]
+    words[2:] = np.ascontiguousarray(records["value"]).view("<u8").reshape(len(records), 8).T
+    words[9] &= np.uint64(0xFFFFFFFF)
     return record_checksums(words)

@@ -12,7 +12,7 @@ from kvstore.errors import ConfigError
 from kvstore.tiers.nvme.catalog import Catalog, read_names
 from kvstore.tiers.nvme.direct import DirectFiles
 from kvstore.tiers.nvme.files import Files
-from kvstore.tiers.nvme.layout import Geometry
+from kvstore.tiers.nvme.layout import Geometry, Int64s
 from kvstore.tiers.nvme.namebook import NameBook, read_namespaces
 from kvstore.tiers.nvme.names import Records
 from kvstore.tiers.nvme.rebuild import Inspect, Verify, rebuild_names, verified
@@ -86,30 +86,28 @@ def _open(
     try:
         path = directory / CATALOG
         known = read_namespaces(files)
-        records = None if known is None else read_names(path)
+        records = _names_in(path, known)
         rebuilt = records is None and bool(segments)
+        remake = records is None or _data_bytes(path) > geometry.catalog_bytes
         known = known or {}
         if records is None:
             if rebuilt:
                 log.warning("the catalog in %s is missing or damaged: rebuilding it from the segments", directory)
             records = rebuild_names(files, geometry, segments, inspect, known)
-        remake = rebuilt or not path.exists() or _data_bytes(path) > geometry.catalog_bytes
-        segments, removed = _within_capacity(files, segments, records, geometry)
-        there = in_segments(records, segments, geometry)
-        newest = there.copy()
-        newest[there] = newest_of_each(records[there])
-        good = newest.copy()
+        segments, n_removed = _within_capacity(files, segments, records, geometry)
+        placed = np.flatnonzero(in_segments(records, segments, geometry))
+        newest = placed[newest_of_each(_part(records, placed))]
+        good = newest
         if recovery == "strict" and verify is not None:
-            good[newest] = verified(files, segments, records[newest], verify)
-        places = np.flatnonzero(good)
-        kept = places[closed_and_ordered(records[good])]
+            good = newest[verified(files, segments, records[newest], verify)]
+        kept = good[closed_and_ordered(_part(records, good))]
         facts = {
             "rebuilt": int(rebuilt),
-            "removed_segments": removed,
-            "dropped_misplaced": int((~there).sum()),
-            "dropped_older": int((there & ~newest).sum()),
-            "dropped_corrupt": int((newest & ~good).sum()),
-            "dropped_orphans": len(places) - len(kept),
+            "removed_segments": n_removed,
+            "dropped_misplaced": len(records) - len(placed),
+            "dropped_older": len(placed) - len(newest),
+            "dropped_corrupt": len(newest) - len(good),
+            "dropped_orphans": len(good) - len(kept),
         }
         stale = np.ones(len(records), np.bool_)
         stale[kept] = False
@@ -122,7 +120,7 @@ def _open(
             files.close(segment.handle)
         raise
     used = set(np.unique(records["value"]["namespace"][kept]).tolist())
-    book = NameBook(files, catalog, geometry.namespaces_bytes, {n: known[n] for n in sorted(used & set(known))})
+    book = NameBook(files, catalog, geometry.namespaces_bytes, {n: known[n] for n in sorted(used)})
     return Opened(
         lock, files, superblock, geometry, segments, book, records[kept],
         records[:0] if remake else records[stale], facts,
@@ -143,6 +141,19 @@ def _within_capacity(
         files.remove(segment_name(segment.number))
     files.sync_directory()
     return sorted(by_use[surplus:], key=lambda segment: segment.number), surplus
+
+
+def _names_in(path: Path, known: dict[int, tuple[bytes, str]] | None) -> Records | None:
+    """What the catalog says, None if it can't be used: it is damaged, or its namespaces are."""
+    records = None if known is None else read_names(path)
+    if records is None or known is None or not set(np.unique(records["value"]["namespace"]).tolist()) <= known.keys():
+        return None
+    return records
+
+
+def _part(records: Records, places: Int64s) -> Records:
+    """Some of the records; mostly it is all of them, which needs no copy. ``places`` are ascending."""
+    return records if len(places) == len(records) else records[places]
 
 
 def _data_bytes(path: Path) -> int:

@@ -77,8 +77,11 @@ def in_segments(records: Records, segments: list[SegmentOnDisk], geometry: Geome
 def newest_of_each(records: Records) -> NDArray[np.bool_]:
     """Which names are the last written of their key; bool [n]. ``records`` are in order of writing."""
     pairs = np.ascontiguousarray(records["value"]["key"]).view(np.uint64).reshape(-1, 2)
-    order = np.lexsort((np.arange(len(records)), pairs[:, 1], pairs[:, 0]))
     last = np.ones(len(records), np.bool_)
+    halves = np.sort(pairs[:, 0])
+    if not (halves[1:] == halves[:-1]).any():
+        return last
+    order = np.lexsort((np.arange(len(records)), pairs[:, 1], pairs[:, 0]))
     last[order[:-1]] = (pairs[order[1:]] != pairs[order[:-1]]).any(axis=1)
     return last
 

@@ -64,14 +64,14 @@ def read_entries(index: NDArray[np.uint8], log_seq: int) -> Entries:
 
 
 def _checksums(entries: Entries, log_seq: int) -> NDArray[np.uint32]:
-    words = np.empty((len(entries), 9), np.uint64)
-    words[:, 0] = log_seq
-    words[:, 1:] = np.ascontiguousarray(entries).view("<u8").reshape(len(entries), 8)
-    words[:, 8] &= np.uint64(0xFFFFFFFF)
+    words = np.empty((9, len(entries)), np.uint64)
+    words[0] = log_seq
+    words[1:] = np.ascontiguousarray(entries).view("<u8").reshape(len(entries), 8).T
+    words[8] &= np.uint64(0xFFFFFFFF)
     return record_checksums(words)
 
 
 def _head_checksum(head: NDArray[np.void]) -> NDArray[np.uint32]:
-    words = np.frombuffer(head.tobytes(), "<u8").astype(np.uint64).reshape(1, -1)
-    words[0, -1] &= np.uint64(0xFFFFFFFF)
+    words = np.frombuffer(head.tobytes(), "<u8").astype(np.uint64).reshape(-1, 1)
+    words[-1] &= np.uint64(0xFFFFFFFF)
     return record_checksums(words)

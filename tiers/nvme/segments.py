@@ -178,6 +178,8 @@ class Segments:
     def check(self) -> None:
         """Raises IntegrityError when a segment is in a state that can't be."""
         for segment in self.all:
+            if min(segment.n_live, segment.n_busy, segment.n_dying, segment.n_readers) < 0:
+                raise IntegrityError(f"segment {segment.number} counts less than nothing: {segment}")
             if segment.state in (SegmentState.FREE, SegmentState.ABSENT) and not segment.is_idle:
                 raise IntegrityError(f"segment {segment.number} is {segment.state.name} but not idle: {segment}")
             if (segment.state is SegmentState.OPEN) != (segment in self._open):

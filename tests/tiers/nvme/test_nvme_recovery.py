@@ -204,7 +204,7 @@ def test_payloads_that_look_like_frames_are_not_taken_for_some(rig: Any) -> None
     assert set(rig.take_recovered()) == set(keys)  # those of the index, and nothing from within
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[[1, 2]]", b'[[0, "zz", "a"]]', b'[[0, "00", "a"]]'])
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"[[1, 2]]", b'[[0, "zz", "a"]]', b'[[0, "00", "a"]]'])
 def test_damaged_namespaces_are_numbered_anew(rig: Any, text: bytes) -> None:
     keys = rig.put(3)
     rig.tier.close()

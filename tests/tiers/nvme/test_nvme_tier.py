@@ -147,6 +147,17 @@ def test_reopened_in_order_of_writing_with_parents_first(rig: Any) -> None:
     assert rig.reopen() == first + second + third
 
 
+def test_the_order_of_writing_outlives_moves(rig: Any) -> None:
+    while rig.tier.stats()["moved_frames"] < 60:
+        keys = list(rig.known)
+        n_short = rig.tier.short_of(3 * PAGE, 8)
+        rig.free([keys[i] for i in rig.rng.permutation(len(keys))[:n_short]])
+        rig.compact()
+        rig.put(8, chain=False)
+    in_order = list(rig.known)  # a dict keeps the order in which they were written
+    assert rig.reopen() == in_order
+
+
 def test_a_parent_written_again_comes_before_its_children(rig: Any) -> None:
     parent, child = rig.put(2)
     rig.tier.quarantine(rig.slots([parent]))
