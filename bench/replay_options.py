@@ -49,39 +49,40 @@ class ReplayOptions:
     kill_at: float | None = None
 
     def __post_init__(self) -> None:
-        for tier in ("capacity", "nvme"):
+        for tier, option in (("capacity", "dram"), ("nvme", "nvme")):
             percent, blocks = getattr(self, f"{tier}_percent"), getattr(self, f"{tier}_blocks")
             if percent is not None and blocks is not None:
-                raise BadInputError(f"give {tier} in percent or in blocks, not both")
+                raise BadInputError(f"give --{option}-percent or --{option}-blocks, not both")
             if percent is not None:
-                work.capacity_blocks(1, percent)
+                work.capacity_blocks(1, percent, f"--{option}-percent")
         for name, most in (("block_bytes", MAX_BLOCK_BYTES), ("clients", MAX_CLIENTS)):
             if not 1 <= getattr(self, name) <= most:
-                option = f"--{name.replace('_', '-')}"
-                raise BadInputError(f"{name} ({option}) is {getattr(self, name)}; it must be from 1 to {most}")
+                raise BadInputError(f"{name} ({_option(name)}) is {getattr(self, name)}; it must be from 1 to {most}")
         for name in ("capacity_blocks", "nvme_blocks", "limit"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise BadInputError(f"{name} is {value}; it must be at least 1")
+                raise BadInputError(f"{name} is {value}; {_option(name)} must be at least 1")
         self._check_durability()
 
     def _check_durability(self) -> None:
         if self.write_policy not in WRITE_POLICIES:
             raise BadInputError(f"write_policy is {self.write_policy!r}; known are {', '.join(WRITE_POLICIES)}")
         if self.durable_every is not None and self.durable_every < 0:
-            raise BadInputError(f"durable_every is {self.durable_every}; it must be at least 1, or 0 for never")
+            raise BadInputError(
+                f"durable_every is {self.durable_every}; --durable-every must be at least 1, or 0 for never"
+            )
         if self.kill_at is None:
             return
         if not 0 < self.kill_at < 1:
             raise BadInputError(f"kill_at (--kill-at) is {self.kill_at!r}; it must be between 0 and 1")
         if not self.has_nvme:
-            raise BadInputError("kill_at needs a tier that outlives the daemon: give --nvme-percent or --nvme-blocks")
+            raise BadInputError("--kill-at needs a tier that outlives the daemon: give --nvme-percent or --nvme-blocks")
         if self.policy != "lru":
             raise BadInputError(
-                f"kill_at checks what LRU must have kept, the policy is {self.policy!r}: use --policy lru"
+                f"--kill-at checks what LRU must have kept, the policy is {self.policy!r}: use --policy lru"
             )
         if not self.waits_every:
-            raise BadInputError("kill_at checks what was acknowledged durable: give --durable-every 1 or more")
+            raise BadInputError("--kill-at checks what was acknowledged durable: give --durable-every 1 or more")
 
     @property
     def has_nvme(self) -> bool:
@@ -130,3 +131,8 @@ class ReplayOptions:
                 f": replay more requests, or give --capacity-blocks {least} or more"
             )
         return n_bytes
+
+
+def _option(name: str) -> str:
+    """The command line's word for a field."""
+    return "--" + {"capacity_blocks": "dram_blocks"}.get(name, name).replace("_", "-")

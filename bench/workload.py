@@ -88,10 +88,10 @@ def payload_keys(workload: Workload, index: int) -> NDArray[np.uint64]:
     return out
 
 
-def capacity_blocks(unique_blocks: int, percent: float) -> int:
-    """That percentage of the unique blocks, rounded down, at least one."""
+def capacity_blocks(unique_blocks: int, percent: float, name: str = "it") -> int:
+    """That percentage of the unique blocks, rounded down, at least one. ``name``: what the percentage was given as."""
     if not 0 < percent <= 100:
-        raise BadInputError(f"capacity percent is {percent!r}; it must be above 0 and at most 100")
+        raise BadInputError(f"capacity percent is {percent!r}; {name} must be above 0 and at most 100")
     return max(1, int(unique_blocks * percent / 100))
 
 

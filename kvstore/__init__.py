@@ -11,20 +11,39 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from kvstore.client import Client, Lease, NamespaceHandle, PutResult, WaitRule
+    from kvstore.client import (
+        Client,
+        GetResult,
+        Lease,
+        Match,
+        NamespaceHandle,
+        Persist,
+        Pinned,
+        Prefetch,
+        PutResult,
+        WaitRule,
+        WriteReservation,
+    )
     from kvstore.types import ExtraKey, GroupKind, KVGroup, KVSpec, Namespace, Root, RowKind, Shard
 
 _HOME = {
-    **dict.fromkeys(("Client", "Lease", "NamespaceHandle", "PutResult", "WaitRule"), "kvstore.client"),
+    **dict.fromkeys(
+        (
+            "Client", "GetResult", "Lease", "Match", "NamespaceHandle", "Persist", "Pinned", "Prefetch", "PutResult",
+            "WaitRule", "WriteReservation",
+        ),
+        "kvstore.client",
+    ),
     **dict.fromkeys(
         ("ExtraKey", "GroupKind", "KVGroup", "KVSpec", "Namespace", "Root", "RowKind", "Shard"),
         "kvstore.types",
     ),
-}
+}  # fmt: skip
 
 __all__ = [
-    "Client", "ExtraKey", "GroupKind", "KVGroup", "KVSpec", "Lease", "Namespace", "NamespaceHandle",
-    "PutResult", "Root", "RowKind", "Shard", "WaitRule", "__version__",
+    "Client", "ExtraKey", "GetResult", "GroupKind", "KVGroup", "KVSpec", "Lease", "Match", "Namespace",
+    "NamespaceHandle", "Persist", "Pinned", "Prefetch", "PutResult", "Root", "RowKind", "Shard", "WaitRule",
+    "WriteReservation", "__version__",
 ]  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from pathlib import Path
 
@@ -25,6 +25,16 @@ _SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-z]*)\s*", re.IGNOR
 
 WRITE_POLICIES = ("through", "back", "selective")
 RECOVERY_MODES = ("none", "normal", "strict")
+
+_NVME_ONLY = {
+    "write_policy": "--write-policy",
+    "selective_hits": "--selective-hits",
+    "recovery": "--recovery",
+    "write_behind_bytes": "--write-behind",
+    "io_timeout_s": "--io-timeout",
+    "drain_s": "--drain",
+}
+"""Settings that mean nothing without an NVMe tier, and their options."""
 
 UNIX_PATH_BYTES_MAX = 107
 """Longest path of a Unix socket on Linux, without its final zero byte."""
@@ -80,7 +90,8 @@ class DaemonConfig:
     written to it: with its commit (``"through"``), when DRAM needs its room (``"back"``), or with its access
     number ``selective_hits`` (``"selective"``); at most ``write_behind_bytes`` wait for that, 0 = a size that
     fits the DRAM tier. An I/O that is not done after ``io_timeout_s`` counts as failed for those who wait.
-    ``drain_s`` is how long a daemon that is stopped goes on writing what waits.
+    ``drain_s`` is how long a daemon that is stopped goes on writing what waits. Without ``nvme_dir`` all of these
+    stay at their defaults.
     """
 
     socket_path: Path
@@ -144,7 +155,9 @@ class DaemonConfig:
     def _check_nvme(self) -> None:
         if (self.nvme_dir is None) != (self.nvme_bytes == 0):
             raise ConfigError("an NVMe tier needs both a directory and a capacity: give --nvme-dir and --nvme")
-        if self.nvme_dir is not None and (self.nvme_dir == Path() or "\0" in str(self.nvme_dir)):
+        if self.nvme_dir == Path():
+            raise ConfigError("--nvme-dir is empty or '.': give it a directory of its own")
+        if self.nvme_dir is not None and "\0" in str(self.nvme_dir):
             raise ConfigError(f"--nvme-dir {str(self.nvme_dir)!r} names no directory: give it a path of its own")
         if self.nvme_bytes and self.nvme_bytes < MIB:
             raise ConfigError(f"an NVMe tier of {self.nvme_bytes} bytes is too small: give --nvme at least 1MiB")
@@ -158,13 +171,24 @@ class DaemonConfig:
             raise ConfigError(f"--selective-hits is {self.selective_hits}; it must be from 1 to 255 accesses")
         if not 0 <= self.write_behind_bytes <= self.dram_bytes:
             raise ConfigError(
-                f"--write-behind is {self.write_behind_bytes}; what waits to be written lies in DRAM: "
-                f"give at most the {self.dram_bytes} bytes of --dram"
+                f"--write-behind is {format_size(self.write_behind_bytes)}; what waits to be written lies in DRAM: "
+                f"give 0 to the {format_size(self.dram_bytes)} of --dram"
             )
         if not 0.01 <= self.io_timeout_s <= 86400:
             raise ConfigError(f"--io-timeout is {self.io_timeout_s!r}; it must be from 0.01 to 86400 seconds")
         if not 0 <= self.drain_s <= 3600:
             raise ConfigError(f"--drain is {self.drain_s!r}; it must be from 0 to 3600 seconds")
+        self._check_effect()
+
+    def _check_effect(self) -> None:
+        """What would be without effect is a mistake of whoever asked for it."""
+        given = {each.name for each in fields(self) if getattr(self, each.name) != each.default}
+        if self.nvme_dir is None and (idle := [option for name, option in _NVME_ONLY.items() if name in given]):
+            raise ConfigError(f"{idle[0]} needs --nvme-dir and --nvme: without an NVMe tier it has no effect")
+        if "selective_hits" in given and self.write_policy != "selective":
+            raise ConfigError(
+                f"--selective-hits needs --write-policy selective: with {self.write_policy} it has no effect"
+            )
 
     @property
     def write_behind_bytes_effective(self) -> int:

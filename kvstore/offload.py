@@ -35,9 +35,6 @@ from kvstore.waiting import Awaited, Waiters
 WRITES_MAX = 2
 """Batches on their way: one is written while another is named."""
 WRITE_BYTES_MAX = 32 << 20
-CLEAN_SHARE = 8
-"""Under ``back`` about this part of the DRAM tier is kept ready to be evicted without loss."""
-CLEAN_BLOCKS_MAX = 1024
 
 
 class WritePolicy(StrEnum):
@@ -49,7 +46,11 @@ class WritePolicy(StrEnum):
 
 
 class Persist(Awaited):
-    """What a request that wants durable blocks waits for."""
+    """What a request that wants durable blocks waits for. ``rest``: blocks that have yet to be queued, in order."""
+
+    def __init__(self, ids: Ids, waiting: list[int]) -> None:
+        super().__init__(ids, waiting)
+        self.rest = deque(waiting)
 
 
 class Offloader:
@@ -85,7 +86,7 @@ class Offloader:
         self._clock = clock
         self._policy = policy
         self._hits = hits
-        self._queue_bytes_max = queue_bytes_max
+        self.queue_bytes_max = queue_bytes_max
         self._io_timeout_s = io_timeout_s
         self._queue: deque[int] = deque()
         self._pending: dict[int, int] = {}
@@ -93,14 +94,27 @@ class Offloader:
         self._pending_bytes = 0
         self._writes: deque[Writing] = deque()
         self._waiters = Waiters()
-        self._persists: set[Persist] = set()
+        self._persists: dict[Persist, None] = {}
         self._compacting: CompactJob | None = None
-        self._cleaned_at = -1.0
 
     @property
     def suspended(self) -> bool:
         """Nothing can be written for now: the disk is full, failing or stuck."""
-        return not self._nvme.may_write or any(writing.late for writing in self._writes)
+        return not (self._nvme.may_write and self._writes_in_time)
+
+    @property
+    def _writes_in_time(self) -> bool:
+        return not any(writing.late for writing in self._writes)
+
+    @property
+    def has_much_room(self) -> bool:
+        """Whether writing ahead would take nobody's place in the queue."""
+        return not self.suspended and self._pending_bytes <= self.queue_bytes_max // 2
+
+    def short_of(self, ids: Ids) -> int:
+        """How many frames NVMe would have to give up for these blocks, taken to be of one size."""
+        storable = [block for block in ids.tolist() if self._fits_layout(block)]
+        return self._nvme.short_of(self._frame_bytes(storable[0]), len(storable)) if storable else 0
 
     @property
     def idle(self) -> bool:
@@ -133,40 +147,45 @@ class Offloader:
         if self.suspended:
             self._counters.add("offload_skipped_blocks", len(new))
             return
-        fit = 0
-        for block in new:
-            frame_bytes = self._frame_bytes(block)
-            if self._pending_bytes and self._pending_bytes + frame_bytes > self._queue_bytes_max:
-                break  # but one alone always may go
-            self._pending_bytes += frame_bytes
-            fit += 1
+        n_taken = self._take(new)
         # Those behind the first that does not fit may be its children: they can't be written before it.
-        self._counters.add("offload_skipped_blocks", len(new) - fit)
-        if fit:
-            self._take(new[:fit])
+        self._counters.add("offload_skipped_blocks", len(new) - n_taken)
+        if n_taken:
             self.pump()
 
-    def _take(self, blocks: list[int]) -> None:
+    def _take(self, blocks: list[int]) -> int:
+        """Queue blocks up to the first that does not fit (one alone always does); returns how many."""
+        n = 0
+        for block in blocks:
+            frame_bytes = self._frame_bytes(block)
+            if self._pending_bytes and self._pending_bytes + frame_bytes > self.queue_bytes_max:
+                break
+            self._pending_bytes += frame_bytes
+            n += 1
+        blocks = blocks[:n]
         ids = np.array(blocks, np.uint32)
         parents = self._index.table.parent[ids]
         self._index.pin(ids)
         self._index.pin_each(parents[parents != NO_PARENT])
         self._pending.update(zip(blocks, parents.tolist(), strict=True))
         self._queue.extend(blocks)
+        return n
 
     def begin_persist(self, ids: Ids) -> Persist:
-        """Have blocks of one path written whatever the policy; pins them until ``end_persist``."""
+        """Have blocks of one path written whatever the policy; pins them until ``end_persist``.
+
+        What finds no room in the queue now is queued as room comes, as long as somebody waits for it.
+        """
         self._index.pin(ids)
-        self.add(ids[self._index.resident(ids, DRAM)])
-        persist = Persist(ids, [block for block in ids.tolist() if block in self._pending])
-        self._waiters.add(persist)
-        self._persists.add(persist)
+        persist = Persist(ids, self._index.chain_unpersisted(ids[self._index.resident(ids, DRAM)]).tolist())
+        self._persists[persist] = None
+        self.pump()
         return persist
 
     def end_persist(self, persist: Persist) -> None:
         """Nobody waits for it any more. Idempotent; the writing goes on."""
         if persist in self._persists:
-            self._persists.remove(persist)
+            del self._persists[persist]
             self._waiters.remove(persist)
             self._index.unpin(persist.ids)
 
@@ -175,68 +194,61 @@ class Offloader:
         durable = self._index.resident(persist.ids, NVME)
         return int(durable.argmin()) if not durable.all() else len(durable)
 
+    def why_not_durable(self, persist: Persist) -> str:
+        """What keeps its other blocks from being durable, in words; empty if all are."""
+        if self.n_durable(persist) == len(persist.ids):
+            return ""
+        if not persist.done:
+            return f"{persist.n_waiting} blocks are still being written"
+        if not self._fits_layout(int(persist.ids[0])):
+            return "blocks of this namespace can't lie on NVMe: the daemon's log says why"
+        if self.suspended:
+            return f"nothing can be written for now: NVMe is {self._nvme.health if self._writes_in_time else 'stuck'}"
+        return "NVMe has no room for the others, or they are not in DRAM any more"
+
     # Progress ------------------------------------------------------------------------------------
 
     def pump(self) -> None:
         """Hand out what can be written now."""
         if self.suspended:
             self._drop_queue()
+        for persist in list(self._persists):
+            if persist.rest:
+                self._feed(persist)
         while len(self._writes) < WRITES_MAX and self._queue and self._start():
             pass
         if self._compacting is None and (job := self._nvme.begin_compact()) is not None:
             self._compacting = job
             self._jobs.append(Job(Lane.WRITE, job.run, self._compacted))
 
+    def _feed(self, persist: Persist) -> None:
+        """Queue what it still wants, as far as there is room; give that up if it can't be written."""
+        table, rest = self._index.table, persist.rest
+        parent = int(table.parent[rest[0]])
+        above = parent == NO_PARENT or parent in self._pending or self._index.resident(np.array([parent]), NVME).all()
+        if self.suspended or not above or not self._fits_layout(rest[0]):
+            gone, persist.rest = rest, deque()
+            for block in gone:
+                persist.settle(block)
+            return
+        there = self._index.resident(np.array(rest, np.uint32), NVME)
+        for block, written in zip(list(rest), there.tolist(), strict=True):
+            if written:
+                persist.settle(block)
+            elif block in self._pending or self._take([block]):
+                self._waiters.add(persist, [block])
+            else:
+                break
+            rest.popleft()
+
     def tick(self, now_s: float) -> None:
-        """Let those go on who wait for a write that has not returned in its time; look for blocks to clean."""
+        """Let those go on who wait for a write that has not returned in its time."""
         for writing in self._writes:
             if not writing.late and now_s - writing.since_s > self._io_timeout_s:
                 writing.late = True
                 self._counters.add("offload_late_writes")
                 self._waiters.settle(writing.ids.tolist())
-        if self._policy is WritePolicy.BACK:
-            self.clean()
         self.pump()
-
-    def clean(self) -> None:
-        """Queue what would be evicted next, unless nothing was evicted since it was last looked at."""
-        evicted = self._counters["evicted_blocks"] + self._counters["committed_blocks"]
-        if evicted == self._cleaned_at or self.suspended or self._pending_bytes > self._queue_bytes_max // 2:
-            return
-        self._cleaned_at = evicted
-        ids = self._index.coldest(CLEAN_BLOCKS_MAX)
-        most_bytes = self._dram.capacity_bytes // CLEAN_SHARE
-        ahead = np.cumsum(self._index.table.size_bytes[ids.astype(np.intp)], dtype=np.int64)
-        ids = ids[: max(1, int(np.searchsorted(ahead, most_bytes)))]
-        dirty = self._worth_their_room(ids[~self._index.resident(ids, NVME)])
-        if len(dirty):
-            self.add(dirty)
-
-    def _worth_their_room(self, ids: Ids) -> Ids:
-        """Those that the policy values more than what NVMe would have to give up for them.
-
-        Else what was just pushed out would push out again what pushed it out.
-        """
-        ids = ids[[self._fits_layout(block) for block in ids.tolist()]]
-        if not len(ids) or self._nvme.short_of(self._frame_bytes(int(ids[0])), len(ids)) == 0:
-            return ids
-        rank, first = self._index.table.rank, self._index.coldest(1, NVME)
-        return ids[rank[ids] > rank[first[0]]] if len(first) else ids[:0]
-
-    def drain(self) -> bool:
-        """Before the end: queue what only DRAM holds, whatever the policy; True once nothing is left to write.
-
-        Call it again after each job. Looks at the whole table.
-        """
-        if self.suspended:
-            return True
-        if self._pending_bytes <= self._queue_bytes_max // 2:
-            table, alive = self._index.table, self._index.table.alive()
-            ids = alive[self._index.resident(alive, DRAM) & ~self._index.resident(alive, NVME)]
-            ids = ids[np.argsort(-table.rank[ids], kind="stable")]
-            fits = np.cumsum(table.size_bytes[ids], dtype=np.int64) <= self._queue_bytes_max // 2
-            self.add(self._worth_their_room(ids[fits]))
-        return self.idle
 
     def _start(self) -> bool:
         """Send the next batch; False if it has to wait for the tier to gather free room.

@@ -167,7 +167,7 @@ class Onboarder:
             self._groups.append(_Group(tenant, layout, deque(new), self._clock.now_s()))
         waiting = [] if self.stuck else [block for block in wanted if block in self._under_way]
         load = Load(ids, waiting, read_ids, self._queued_bytes / self._bytes_per_s)
-        self._waiters.add(load)
+        self._waiters.add(load, waiting)
         self._loads.add(load)
         self.pump()
         return load

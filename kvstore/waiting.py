@@ -59,9 +59,9 @@ class Waiters:
     def __init__(self) -> None:
         self._of: dict[int, list[Awaited]] = {}
 
-    def add(self, awaited: Awaited) -> None:
-        """Tell it about each block it waits for."""
-        for block in awaited.waiting:
+    def add(self, awaited: Awaited, blocks: Iterable[int]) -> None:
+        """Tell it about these blocks, which it waits for."""
+        for block in blocks:
             self._of.setdefault(block, []).append(awaited)
 
     def settle(self, ids: Iterable[int]) -> None:
@@ -74,7 +74,7 @@ class Waiters:
         """It waits no longer."""
         for block in awaited.waiting:
             others = self._of.get(block)
-            if others is not None:
+            if others is not None and awaited in others:
                 others.remove(awaited)
                 if not others:
                     del self._of[block]

@@ -21,7 +21,7 @@ from kvstore.errors import IntegrityError
 from kvstore.tiers.nvme.direct import DEPTH
 
 
-@click.group()
+@click.group(short_help="Measure the store beside this machine's own limits.")
 def bench() -> None:
     """Measure this machine's limits and how near the store comes to them."""
 

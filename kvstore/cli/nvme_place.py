@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from kvstore.compression.frame import FrameLayout
 from kvstore.config import format_size
-from kvstore.errors import BadInputError
+from kvstore.errors import BadInputError, ConfigError
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import Namespace
 
@@ -19,6 +20,30 @@ def room_for(blocks: int, namespace: Namespace) -> int:
     """Bytes to give to an NVMe tier for exactly ``blocks`` whole blocks of this namespace."""
     layout = FrameLayout.of(namespace.spec, namespace.row_bytes, namespace.digest())
     return NvmeTier.capacity_for(blocks * layout.frame_bytes, layout.frame_bytes)
+
+
+def check_reachable(directory: Path) -> None:
+    """Raises ConfigError if it can't even be told whether ``directory`` exists: no permission, too long a name."""
+    try:
+        directory.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # whether it can be made is the tier's to say
+    except OSError as error:
+        raise ConfigError(
+            f"--nvme-dir {str(directory)[:200]!r} can't be used: {error.strerror}; "
+            "give a directory that this user may reach"
+        ) from error
+
+
+def kept_in_memory(directory: Path) -> str:
+    """The kind of ``directory``'s file system if that lives in memory only, else an empty text."""
+    device = directory.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        place, _, kind = line.partition(" - ")
+        if place.split()[2] == number and kind.split()[0] in ("tmpfs", "ramfs"):
+            return kind.split()[0]
+    return ""
 
 
 @contextlib.contextmanager

@@ -49,7 +49,14 @@ _NVME_OPTIONS = (
         type=click.Path(path_type=Path, file_okay=False),
         help="Directory of an NVMe tier of its own; made if missing. What is in it is found again after a restart.",
     ),
-    click.option("--nvme", "nvme_bytes", type=SIZE, default="0", help="Capacity of the NVMe tier, e.g. 500GiB."),
+    click.option(
+        "--nvme",
+        "nvme_bytes",
+        type=SIZE,
+        default="0",
+        show_default="none",
+        help="Capacity of the NVMe tier, e.g. 500GiB.",
+    ),
     click.option(
         "--write-policy",
         type=click.Choice(WRITE_POLICIES),

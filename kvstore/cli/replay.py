@@ -28,7 +28,7 @@ from kvstore.errors import BadInputError, IntegrityError
 from kvstore.prefix_index.policy import POLICIES
 
 
-@click.command("replay")
+@click.command("replay", short_help="Replay a trace, or generated conversations; compare every byte.")
 @click.argument("trace", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--simulate", is_flag=True, help="Index and policy only: no daemon, no bytes.")
 @click.option(

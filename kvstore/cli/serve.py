@@ -14,6 +14,7 @@ import click
 
 from kvstore import __version__
 from kvstore.cli.daemon_process import READY
+from kvstore.cli.nvme_place import check_reachable, kept_in_memory
 from kvstore.cli.params import SIZE, nvme_options, socket_option
 from kvstore.config import DaemonConfig, format_size
 from kvstore.prefix_index.policy import POLICIES
@@ -80,6 +81,8 @@ from kvstore.server.polling import new_loop
 def serve(ready_fd: int | None, until_stdin_closes: bool, **settings: object) -> None:
     """Run the daemon until Ctrl-C or SIGTERM."""
     config = DaemonConfig(**settings)  # type: ignore[arg-type]
+    if config.nvme_dir is not None:
+        check_reachable(config.nvme_dir)
     # A region, and three for each client.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -107,6 +110,8 @@ async def _serve(config: DaemonConfig, ready_fd: int | None, until_stdin_closes:
         f"policy {config.policy}, serving {config.socket_path}",
         err=True,
     )
+    if config.nvme_dir is not None and (kind := kept_in_memory(config.nvme_dir)):
+        click.echo(f"warning: {config.nvme_dir} is {kind}, memory: nothing there survives a reboot", err=True)
     if ready_fd is not None:
         os.write(ready_fd, READY)
         os.close(ready_fd)

@@ -154,6 +154,8 @@ class Held(Claimed):
     are not reused before ``release``, so what a view shows never changes under its reader.
     """
 
+    _SHOWN: tuple[str, ...] = ()
+
     def __init__(self, session: Session, claim_id: int, ttl_s: float, slots: Slots, hold: Hold) -> None:
         self.id = claim_id
         self.slots = slots
@@ -183,6 +185,10 @@ class Held(Claimed):
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name}={getattr(self, name)!r}" for name in ("id", *self._SHOWN, "valid"))
+        return f"{type(self).__name__}({facts})"
 
     def view(self, i: int) -> Bytes:
         """uint8 [block_bytes] over block ``i`` without a copy. Raises EndedError after the end of the right."""
@@ -223,13 +229,14 @@ class Held(Claimed):
 
 
 class Lease(Held):
-    """The right to read the blocks found for a prompt, in place. A context manager; falsy if nothing was found.
+    """The right to read the blocks found for a prompt, in place. A context manager; falsy if it holds nothing:
+    if nothing was found, or if what was found has yet to come from a slower tier (``n_pending``).
 
-    Falsy too if what was found has yet to come from a slower tier (``n_pending``).
-
-    Index 0 is block ``first_block`` of the prompt. If ``partial_tokens`` > 0 the last entry is a block of which
-    only the first ``partial_tokens`` tokens match.
+    Index 0 is block ``first_block`` of the prompt. If ``partial_tokens`` > 0 the last entry is one more block than
+    ``n_blocks``, of which only the first ``partial_tokens`` tokens match; ``n_tokens`` counts them, too.
     """
+
+    _SHOWN = ("first_block", "n_blocks", "n_tokens", "partial_tokens", "n_pending")
 
     def __init__(
         self, session: Session, reply: pb.LeaseReply, block_bytes: int, first_block: int, reason: str = ""
@@ -318,6 +325,8 @@ class WriteReservation(Held):
 
     ``n_present`` blocks of those asked for were stored already; index 0 here is the block after them.
     """
+
+    _SHOWN = ("n_present", "n_skipped", "reason")
 
     def __init__(self, session: Session, reply: pb.ReserveReply, block_bytes: int, n_asked: int) -> None:
         slots = Slots(session, reply.slots if reply.reservation_id else None, block_bytes, writable=True)

@@ -13,8 +13,8 @@ from kvstore.client.lease import Bytes, Lease, WriteReservation, rows_of
 from kvstore.client.prompts import DEFAULT_ROOT, count, fill_prompt, rows_of_prompt, seconds, tokens_asked_for
 from kvstore.client.results import GetResult, Match, Persist, Pinned, Prefetch, PutResult
 from kvstore.client.session import Session
-from kvstore.client.waiting import Wait, wait_seconds
-from kvstore.errors import EndedError, ProtocolError, UnavailableError
+from kvstore.client.waiting import Wait, checked_wait_s, wait_seconds
+from kvstore.errors import BadInputError, EndedError, ProtocolError, UnavailableError
 from kvstore.types import ExtraKey, Namespace, Root
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
@@ -50,7 +50,7 @@ class NamespaceHandle:
         return self._digest
 
     def match(self, tokens: ArrayLike, *, root: Root = DEFAULT_ROOT, extras: Sequence[ExtraKey] = ()) -> Match:
-        """How much of a prompt is stored. Holds nothing: it may be gone a moment later."""
+        """How much of a prompt is stored, in any tier. Holds nothing: it may be gone a moment later."""
         request = pb.MatchRequest()
         self._fill(request.prompt, tokens, root, extras)
         try:
@@ -78,7 +78,7 @@ class NamespaceHandle:
         Blocks before ``first_block`` must match but are not held; at most ``max_blocks`` of the prompt are
         considered. What lies on NVMe is read into DRAM first, as long as ``wait`` allows (see ``Wait``); the
         lease holds the leading blocks that are there then, ``n_pending`` counts the others. Moves no KV bytes
-        otherwise. Use it as a context manager; a miss is a falsy lease.
+        otherwise. Use it as a context manager; a lease that holds nothing, a miss for example, is falsy.
         """
         request = pb.LeaseRequest(
             first_block=count("first_block", first_block),
@@ -174,14 +174,14 @@ class NamespaceHandle:
         Blocks ``wait_s`` seconds at most for that. The ``n_durable`` leading blocks outlive a crash of the
         daemon and of the machine; without an NVMe tier there are none.
         """
-        request = pb.PersistRequest(wait_s=wait_seconds(wait_s, 0, 0.0))
+        request = pb.PersistRequest(wait_s=checked_wait_s("wait_s", wait_s))
         fill_prompt(request.prompt, rows_of_prompt(self.namespace, tokens, n_blocks), root, extras)
         try:
             request.prompt.namespace = self.ensure_open()
             reply = self._session.granted(Method.PERSIST, request, pb.PersistReply, lambda reply: reply, request.wait_s)
         except (UnavailableError, EndedError, ProtocolError) as error:
             return Persist(0, 0, 0, str(error))
-        return Persist(reply.n_blocks, reply.n_durable, reply.n_pending)
+        return Persist(reply.n_blocks, reply.n_durable, reply.n_pending, reply.reason)
 
     def reserve(
         self,
@@ -239,6 +239,8 @@ class NamespaceHandle:
         visible at once, all of it or, if the right ended meanwhile, nothing. With ``durable_within_s`` it
         then waits so long for all of them to be durable, and ``n_durable`` says how many are.
         """
+        if durable_within_s is not None:
+            checked_wait_s("durable_within_s", durable_within_s)
         rows = rows_of(blocks, self.block_bytes)
         result = self._put(tokens, rows, first_block, root, extras, threads, policy_time_s, category)
         if durable_within_s is None or not len(rows):
@@ -283,7 +285,11 @@ class NamespaceHandle:
         extras: Sequence[ExtraKey] = (),
         ttl_s: float | None = None,
     ) -> Pinned:
-        """Keep the stored prefix of a prompt from being evicted. Raises UnavailableError if that can't be promised."""
+        """Keep the stored prefix of a prompt from being evicted, until ``unpin`` or for ``ttl_s`` seconds.
+
+        Without ``ttl_s`` for the daemon's ``--lease-default`` (30 s); never longer than its ``--lease-max``, see
+        ``Pinned.ttl_s``. Raises UnavailableError if that can't be promised.
+        """
         request = pb.PinRequest(ttl_s=seconds("ttl_s", ttl_s))
         self._fill(request.prompt, tokens, root, extras)
         request.prompt.namespace = self.ensure_open()
@@ -292,6 +298,8 @@ class NamespaceHandle:
 
     def unpin(self, pinned: Pinned) -> bool:
         """Let go of a pin; False if it had ended already. Raises UnavailableError."""
+        if not isinstance(pinned, Pinned):
+            raise BadInputError(f"pinned is {pinned!r:.80}; give what pin() returned")
         reply = self._session.call(Method.UNPIN, pb.UnpinRequest(pin_id=pinned.id), pb.UnpinReply)
         return reply.found
 

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest stored prefix of a prompt: whole blocks, and tokens of one further block."""
+    """The longest stored prefix of a prompt: whole blocks, and tokens of one further block.
+
+    A lease of the same prefix has one entry more than ``n_blocks`` if ``partial_tokens`` > 0.
+    """
 
     n_blocks: int
     n_tokens: int
+    """Tokens that match in all: those of the whole blocks, and ``partial_tokens``."""
     partial_tokens: int
     reason: str = ""
     """Why nothing is known, if the daemon could not be asked."""

@@ -32,7 +32,7 @@ class WaitRule:
 
     def __post_init__(self) -> None:
         for name in ("base_s", "per_1k_tokens_s"):
-            _check(f"WaitRule.{name}", getattr(self, name))
+            checked_wait_s(f"WaitRule.{name}", getattr(self, name))
 
 
 Wait = Literal["best_effort", "wait"] | float | WaitRule
@@ -49,10 +49,11 @@ def wait_seconds(wait: Wait, n_tokens: int, timeout_s: float) -> float:
         if wait not in ("best_effort", "wait"):
             raise BadInputError(f"wait is {wait!r}; give 'best_effort', 'wait', seconds or a WaitRule")
         return timeout_s if wait == "wait" else 0.0
-    return _check("wait", wait)
+    return checked_wait_s("wait", wait)
 
 
-def _check(name: str, value: object) -> float:
+def checked_wait_s(name: str, value: object) -> float:
+    """A number of seconds to wait, given as ``name``; raises BadInputError for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 <= float(value) <= 86400:
         raise BadInputError(f"{name} is {value!r:.80}; it must be from 0 to 86400 seconds")
     return float(value)

@@ -109,7 +109,7 @@ class Daemon:
     async def _drain(self, deadline_s: float) -> bool:
         """Write what only DRAM holds; let the store's jobs end, and those that follow from them."""
         hierarchy = self.store.hierarchy
-        while await self._pump.until_quiet(deadline_s) and hierarchy is not None and not hierarchy.offloader.drain():
+        while await self._pump.until_quiet(deadline_s) and hierarchy is not None and not hierarchy.cleaner.drain():
             if self.store.jobs:
                 continue
             # The store holds something back (a disk that failed is tried again later): the next tick will tell.

@@ -174,7 +174,9 @@ class Handlers:
         prompt, wait_s = self._prompt(session, request.prompt), checked_wait_s(request.wait_s)
         persist = self._store.begin_persist(prompt)
         if persist is None:
-            return Reply(pb.PersistReply(n_blocks=len(self._store.match(prompt).ids)))
+            n_blocks = len(self._store.match(prompt).ids)
+            no_tier = "" if self._store.hierarchy is not None else "the daemon has no NVMe tier (--nvme-dir)"
+            return Reply(pb.PersistReply(n_blocks=n_blocks, reason=no_tier or "nothing of the prompt is stored"))
         if wait_s and not persist.done:
             return self._persist_later(persist, wait_s)
         try:
@@ -191,7 +193,9 @@ class Handlers:
 
     def _persisted(self, persist: Persist) -> Reply:
         n_durable = self._store.n_durable(persist)
-        return Reply(pb.PersistReply(n_blocks=len(persist.ids), n_durable=n_durable, n_pending=persist.n_waiting))
+        reply = pb.PersistReply(n_blocks=len(persist.ids), n_durable=n_durable, n_pending=persist.n_waiting)
+        reply.reason = self._store.why_not_durable(persist)
+        return Reply(reply)
 
     def attach_lease(self, session: Session, request: pb.AttachLeaseRequest) -> Result:
         return Reply(self._lease_reply(self._store.attach(session.id, session.tenant, request.lease_id)))

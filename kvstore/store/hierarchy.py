@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvstore.cleaner import Cleaner
 from kvstore.clock import Clock
 from kvstore.compression.frame import FrameLayout
 from kvstore.errors import BadInputError
@@ -63,6 +64,8 @@ class Hierarchy:
             index, dram, nvme, self._layout, self._number, jobs, counters, clock,
             write.policy, write.hits, write.queue_bytes(dram.capacity_bytes), write.io_timeout_s,
         )  # fmt: skip
+        self.cleaner = Cleaner(index, self.offloader, counters, dram.capacity_bytes)
+        self._cleans = write.policy is WritePolicy.BACK
 
     def recover(self, now_s: float) -> int:
         """Take what the tier found on disk into the index, as blocks known by key; returns how many.
@@ -93,6 +96,8 @@ class Hierarchy:
         """Deadlines, retries and upkeep."""
         self.onboarder.tick(now_s)
         self.offloader.tick(now_s)
+        if self._cleans:
+            self.cleaner.clean()
 
     def stats(self) -> tuple[dict[str, float], dict[str, str]]:
         """Gauges and facts in words, by name."""

@@ -120,6 +120,10 @@ class Store(Reading, Writing):
         """How many of its leading blocks are durable now."""
         return self.hierarchy.offloader.n_durable(persist) if self.hierarchy is not None else 0
 
+    def why_not_durable(self, persist: Persist) -> str:
+        """What keeps its other blocks from being durable, in words."""
+        return self.hierarchy.offloader.why_not_durable(persist) if self.hierarchy is not None else ""
+
     def end_persist(self, persist: Persist) -> None:
         """See ``begin_persist``. Idempotent; the writing goes on."""
         if self.hierarchy is not None:

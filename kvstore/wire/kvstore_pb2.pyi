@@ -404,14 +404,16 @@ class PersistRequest(_message.Message):
     def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class PersistReply(_message.Message):
-    __slots__ = ("n_blocks", "n_durable", "n_pending")
+    __slots__ = ("n_blocks", "n_durable", "n_pending", "reason")
     N_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     N_DURABLE_FIELD_NUMBER: _ClassVar[int]
     N_PENDING_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     n_blocks: int
     n_durable: int
     n_pending: int
-    def __init__(self, n_blocks: _Optional[int] = ..., n_durable: _Optional[int] = ..., n_pending: _Optional[int] = ...) -> None: ...
+    reason: str
+    def __init__(self, n_blocks: _Optional[int] = ..., n_durable: _Optional[int] = ..., n_pending: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()

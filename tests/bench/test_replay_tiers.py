@@ -71,12 +71,14 @@ def test_hits_come_from_the_tiers_that_the_simulation_names(
     assert result.mismatches == result.unanswered == result.ended_leases == 0
     # A long prompt, and what still waits to be written, can pin most of so small a DRAM now and then; and a client
     # on a busy machine may be late to leave a region that a read needs.
-    assert result.skipped_blocks + result.late_blocks < 0.01 * hashes.block_accesses
-    assert result.counts.block_hit_ratio == pytest.approx(expected.block_hit_ratio, abs=0.01)
+    assert result.skipped_blocks + result.late_blocks < 0.005 * hashes.block_accesses
+    assert result.counts.block_hit_ratio == pytest.approx(expected.block_hit_ratio, abs=0.005)
     assert expected.nvme_block_hits > 0.02 * expected.block_accesses
     assert result.counts.dram_block_hits + result.counts.nvme_block_hits == result.counts.block_hits
-    # DRAM is handed out by the region: what a writer gives up for a reader isn't quite what the policy says.
-    assert result.counts.nvme_block_hits == pytest.approx(expected.nvme_block_hits, abs=0.025 * hashes.block_accesses)
+    # DRAM is handed out by the region, of which there are few here: DRAM may keep a little less than the policy says,
+    # and then NVMe has to serve that, too.
+    assert result.counts.dram_block_hits > 0.9 * expected.dram_block_hits
+    assert result.counts.nvme_block_hits > 0.8 * expected.nvme_block_hits
     assert result.tiers["nvme"].get("offload_skipped_blocks", 0) == 0
     assert result.tiers["nvme"]["evicted_blocks"] > 0
     assert result.tiers["nvme"]["bytes_read"] == result.counts.nvme_block_hits * BLOCK_BYTES

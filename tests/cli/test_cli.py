@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore.cli.daemon_process import own_daemon
+from kvstore.cli.nvme_place import kept_in_memory
 from kvstore.errors import ConfigError
 
 REPORT_KEYS = {
@@ -106,6 +108,13 @@ def test_a_report_and_a_picture_are_left(tmp_path: Path) -> None:
         (["serve", "--selective-hits", "0"], 2, "--selective-hits"),
         (["serve", "--dram", "8MiB", "--write-behind", "1GiB"], 2, "--write-behind"),
         (["serve", "--io-timeout", "0"], 2, "--io-timeout"),
+        (["serve", "--write-policy", "back"], 2, "--write-policy needs --nvme-dir"),
+        (["serve", "--recovery", "strict"], 2, "--recovery needs --nvme-dir"),
+        (["serve", "--nvme-dir", "", "--nvme", "1GiB"], 2, "--nvme-dir is empty"),
+        (["serve", "--nvme-dir", "x" * 300, "--nvme", "1GiB"], 2, "--nvme-dir 'xxx"),
+        (["replay", "--limit", "20", "--kill-at", "0.5"], 2, "--kill-at needs"),
+        (["replay", "--limit", "20", "--nvme-percent", "5000"], 2, "--nvme-percent must be"),
+        (["replay", "--dram-blocks", "0"], 2, "--dram-blocks must be"),
     ],
 )
 def test_mistakes_are_named_with_a_way_out(arguments: list[str], code: int, words: str) -> None:
@@ -176,6 +185,22 @@ def test_status_shows_two_tiers_in_groups(tmp_path: Path) -> None:
     assert 0 < numbers["hit_ratio"] < 1
     assert numbers["hit_ratio"] == pytest.approx(numbers["dram_hit_ratio"] + numbers["nvme_hit_ratio"])
     assert numbers["uptime_s"] > 0
+
+
+def test_a_directory_in_memory_is_warned_of(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """``/dev/shm`` is a tmpfs on every Linux; what the tests use need not be a disk."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        assert kept_in_memory(Path(folder)) == "tmpfs"
+        arguments = ["--dram", "8MiB", "--nvme-dir", folder, "--nvme", "32MiB"]
+        with own_daemon(arguments, tmp_path / "d.sock"):
+            assert f"warning: {folder} is tmpfs" in capfd.readouterr().err
+    assert kept_in_memory(Path("/proc")) == ""
+
+
+def test_the_summary_of_commands_is_not_cut() -> None:
+    summary = kvstore("--help").stdout.partition("Commands:")[2]
+    assert "..." not in summary
+    assert "serve " in summary
 
 
 def test_the_demo_runs_once_and_leaves_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvstore.client import Client, NamespaceHandle
+from kvstore.client import Client, NamespaceHandle, WaitRule
 from kvstore.client.transport import Transport
 from kvstore.clock import ManualClock
 from kvstore.errors import BadInputError, EndedError, SpecMismatchError, UnavailableError
@@ -231,6 +231,10 @@ def test_tokens_of_any_integer_kind_mean_the_same(ns: NamespaceHandle, tokens: A
         (lambda ns: ns.lease(tokens_of(2), ttl_s=float("nan")), "nan"),
         (lambda ns: ns.get_into(tokens_of(2), np.zeros(10, np.uint8)), "whole blocks"),
         (lambda ns: ns.match(tokens_of(2), root="salt"), "kvstore.Root"),
+        (lambda ns: ns.persist(tokens_of(2), wait_s="wait"), "wait_s is 'wait'"),
+        (lambda ns: ns.persist(tokens_of(2), wait_s=WaitRule(1.0)), "wait_s is WaitRule"),
+        (lambda ns: ns.put(tokens_of(2, 9), blocks_of(2), durable_within_s=-1), "durable_within_s is -1"),
+        (lambda ns: ns.unpin(3), "what pin"),
     ],
 )
 def test_wrong_arguments_are_named_and_lose_nothing(ns: NamespaceHandle, call: Any, words: str) -> None:
@@ -238,6 +242,26 @@ def test_wrong_arguments_are_named_and_lose_nothing(ns: NamespaceHandle, call: A
     with pytest.raises(BadInputError, match=words):
         call(ns)
     assert ns.match(tokens_of(2)).n_blocks == 2
+
+
+def test_nothing_is_stored_by_a_put_with_a_wrong_wait(ns: NamespaceHandle) -> None:
+    with pytest.raises(BadInputError, match="durable_within_s"):
+        ns.put(tokens_of(2), blocks_of(2), durable_within_s=-1)
+    assert ns.match(tokens_of(2)).n_blocks == 0
+
+
+def test_what_is_held_says_what_it_is(ns: NamespaceHandle) -> None:
+    tokens = tokens_of(3)
+    with ns.reserve(tokens, n_blocks=3) as reservation:
+        shown = "n_present=0, n_skipped=0, reason='', valid=True"
+        assert repr(reservation) == f"WriteReservation(id={reservation.id}, {shown})"
+        reservation.fill(blocks_of(3))
+        reservation.commit()
+        assert "valid=False" in repr(reservation)
+    with ns.lease(tokens[:40]) as lease:
+        shown = "first_block=0, n_blocks=2, n_tokens=40, partial_tokens=8, n_pending=0, valid=True"
+        assert repr(lease) == f"Lease(id={lease.id}, {shown})"
+        assert len(lease) == 3
 
 
 def test_a_name_stands_for_one_description(client: Client) -> None:

@@ -53,6 +53,16 @@ def test_what_may_wait_is_a_gibibyte_at_most(monkeypatch: pytest.MonkeyPatch) ->
         ({**HERE, "io_timeout_s": float("nan")}, "nan"),
         ({**HERE, "drain_s": -1.0}, "--drain"),
         ({**HERE, "drain_s": float("inf")}, "inf"),
+        ({**HERE, "nvme_dir": Path()}, "empty"),
+        ({**HERE, "write_behind_bytes": 4 * GIB}, r"4\.0 GiB.*64\.0 MiB"),
+        ({**HERE, "selective_hits": 3}, "--selective-hits needs --write-policy selective"),
+        ({"write_policy": "back"}, "--write-policy needs --nvme-dir"),
+        ({"write_policy": "selective", "selective_hits": 3}, "--write-policy needs --nvme-dir"),
+        ({"selective_hits": 3}, "--selective-hits needs --nvme-dir"),
+        ({"recovery": "strict"}, "--recovery needs --nvme-dir"),
+        ({"write_behind_bytes": MIB}, "--write-behind needs --nvme-dir"),
+        ({"io_timeout_s": 3.0}, "--io-timeout needs --nvme-dir"),
+        ({"drain_s": 3.0}, "--drain needs --nvme-dir"),
     ],
 )
 def test_what_cant_work_is_named(settings: dict[str, Any], words: str) -> None:

@@ -11,7 +11,7 @@ from kvstore.jobs import Lane
 from kvstore.onboard import Load
 from kvstore.store.hierarchy import WriteBehind
 from kvstore.store.requests import Prompt
-from tests.store.two_tier import KIB, MIB, Settings, Sizes, TwoTierRig
+from tests.store.two_tier import KIB, MIB, Settings, Sizes, TwoTierRig, nvme_bytes_for
 
 ALICE, BOB, EVE = 1, 2, 3
 FRAME_BYTES = 8 * KIB
@@ -205,6 +205,33 @@ def test_a_block_that_a_client_stores_while_it_comes_up_is_there_once(below: Bel
     assert rig.store.lease(BOB, rig.rows(4, tag=1), load=load).n_blocks == 4
     rig.store.end_load(load)
     assert rig.dram_bytes()["used"] == 4 * 4 * KIB
+
+
+def test_a_read_that_comes_late_finds_its_frames_where_they_were(below: Below) -> None:
+    """Although all others on NVMe went and came several times meanwhile, and these may have been moved."""
+    rig = below(dict.fromkeys(range(1, 22), 1), Sizes(nvme_bytes=nvme_bytes_for(6)))
+    wanted = [rig.rows(1, tag=tag) for tag in range(1, 22, 4)]
+    loads = [begin(rig, prompt) for prompt in wanted]
+    reads = rig.jobs.runnable()
+    for job in reads:
+        rig.jobs.waiting.remove(job)
+    for tag in range(30, 150):
+        rig.put(ALICE, rig.rows(1, tag=tag))
+        rig.jobs.all()
+        rig.unmap_retired()
+    assert rig.count("nvme_evicted_blocks") > 80
+    assert rig.stat("nvme_moved_frames") > 0
+    for job in reads:
+        job.run()
+        rig.store.finish(job)
+    assert rig.count("onboarded_blocks") >= len(reads)
+    assert rig.count("onboard_corrupt_blocks") == rig.count("onboard_unreadable_blocks") == 0
+    for prompt, load in zip(wanted, loads, strict=True):
+        rig.settle()
+        lease = rig.store.lease(BOB, prompt, load=load)
+        assert rig.bytes_at(rig.slots_of(lease)) == rig.expected(prompt, 1)
+        rig.store.release(BOB, lease.id)
+        rig.store.end_load(load)
 
 
 def test_the_guess_of_the_time_follows_the_speed_of_the_disk(below: Below) -> None:

@@ -288,7 +288,7 @@ def test_a_block_whose_parent_could_not_be_written_is_not_named(
     )
     rig.put(ALICE, prompt)
     rig.settle()
-    assert rig.stat("nvme_live_frames") == 0
+    assert rig.stat("nvme_live_frames") == rig.stat("nvme_written_frames") == 0
     assert rig.persist(prompt) == 8
     rig.store.forget_session(ALICE)
     after = rig.killed()

@@ -92,6 +92,7 @@ class TwoTierRig(Rig):
     def abandon(self) -> None:
         """End it as it is, jobs and all, as a dying process would."""
         self.files.release_all()
+        self.nvme._ledger.take_removal()  # closing in order would still write these
         self.nvme.close()
         self.dram.close()
         self.ended = True

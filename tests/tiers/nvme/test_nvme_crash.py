@@ -16,7 +16,7 @@ from kvstore.tiers.nvme.direct import DirectFiles
 
 PAGE = 4096
 ROOT = b"r" * 16
-SETTINGS = {"capacity_bytes": 1 << 20, "segment_bytes": 16 * PAGE}
+SETTINGS = {"capacity_bytes": (1 << 20) + (160 << 10), "segment_bytes": 16 * PAGE}
 
 
 class Workload:
