@@ -3,11 +3,14 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+RUNS   := $(VENV)/.ready-to-run
+SOURCES := pyproject.toml kvstore/native/streamcopy.c
 RESULTS ?= results
 
 .PHONY: run test check lint types docs-check proto bench soak clean
 
-run: $(READY)
+# The demo needs a small part of what the tests need, and takes what is there already.
+run: $(if $(wildcard $(READY)),$(READY),$(RUNS))
 	$(BIN)/kvstore demo
 
 test: $(READY)
@@ -33,14 +36,24 @@ bench: $(READY)
 proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -I kvstore/wire --python_out=kvstore/wire --pyi_out=kvstore/wire kvstore/wire/kvstore.proto
 
-$(READY): pyproject.toml kvstore/native/streamcopy.c
+$(READY): $(SOURCES)
+	$(call install,dev)
+
+$(RUNS): $(SOURCES)
+	$(call install,bench)
+
+# $(call install,EXTRA): a virtual environment with this checkout in it. The editable mode "compat" is a plain path, so
+# that programs beside the checkout don't take its folder for the package.
+define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvstore needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy python3-venv gcc libc6-dev && $(PYTHON) -m venv $(VENV); } \
 	  || { echo "python3 -m venv does not work here: apt-get install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install -qq --upgrade pip
-	$(BIN)/python -m pip install -qq -e '.[dev]'
+	@echo "installing kvstore[$(1)] and what it needs into $(VENV) (the first time this takes minutes)"
+	@$(BIN)/python -m pip install -qq --upgrade pip
+	@$(BIN)/python -m pip install -qq --config-settings editable_mode=compat -e '.[$(1)]'
 	@touch $@
+endef
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info kvstore/native/*.so results

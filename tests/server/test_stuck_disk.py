@@ -289,9 +289,19 @@ def test_a_daemon_stops_in_time_although_the_disk_does_not(disk: Disk, operation
         assert (results[0].n_stored, results[0].n_durable) == (N, 0)
 
 
+def test_an_error_of_the_moment_loses_nothing(disk: Disk) -> None:
+    disk.files.fail("read", errno.EIO, after=5, times=1)
+    with disk.ns.lease(prompt(1), wait=FOREVER_S) as lease:
+        assert len(lease) == N
+        for i in range(N):
+            np.testing.assert_array_equal(lease[i], content(1)[i])
+    assert "onboard_unreadable_blocks" not in disk.client.stats()
+
+
 def test_an_error_of_the_disk_is_a_miss_for_exactly_those_blocks(disk: Disk) -> None:
     """Case 3."""
     disk.files.fail("read", errno.EIO, after=5, times=1)
+    disk.files.fail("read", errno.EIO, after=N + 5, times=1)  # and when it is read again
     with disk.ns.lease(prompt(1), wait=FOREVER_S) as lease:
         assert len(lease) == 5
         for i in range(5):
