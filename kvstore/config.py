@@ -92,6 +92,9 @@ class DaemonConfig:
     fits the DRAM tier. An I/O that is not done after ``io_timeout_s`` counts as failed for those who wait.
     ``drain_s`` is how long a daemon that is stopped goes on writing what waits. Without ``nvme_dir`` all of these
     stay at their defaults.
+
+    With ``holder_path`` the memory is kept by a process behind that socket when the daemon ends, for
+    ``holder_grace_s``; the next daemon takes it over.
     """
 
     socket_path: Path
@@ -114,6 +117,8 @@ class DaemonConfig:
     write_behind_bytes: int = 0
     io_timeout_s: float = 10.0
     drain_s: float = 5.0
+    holder_path: Path | None = None
+    holder_grace_s: float = 60.0
 
     def __post_init__(self) -> None:
         check_socket_path(self.socket_path)
@@ -151,6 +156,15 @@ class DaemonConfig:
         if not 1 <= self.max_clients <= 65536:
             raise ConfigError(f"--max-clients is {self.max_clients}; it must be from 1 to 65536")
         self._check_nvme()
+        self._check_holder()
+
+    def _check_holder(self) -> None:
+        if self.holder_path is not None:
+            check_socket_path(self.holder_path.absolute())
+        if not 0 < self.holder_grace_s <= 86400:
+            raise ConfigError(
+                f"--holder-grace is {self.holder_grace_s!r}; it must be more than 0 and at most 86400 seconds"
+            )
 
     def _check_nvme(self) -> None:
         if (self.nvme_dir is None) != (self.nvme_bytes == 0):

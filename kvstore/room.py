@@ -65,6 +65,8 @@ class RoomMaker:
         """
         asker = (request.writer, request.tenant, request.slot_bytes)
         short = self._short(request)
+        if short > 0 and self._dram.settling:
+            return None  # what is evicted now would be nobody's room: clients have yet to say what they still use
         if short > 0 and request.evict_bytes_left < 0:
             leaving_bytes = self._dram.retired_mapped_bytes
             short = self._evict_own(asker, request.n_wanted, short)
@@ -77,9 +79,9 @@ class RoomMaker:
         return self._gather_idle(request, asker)
 
     def is_coming(self, request: RoomRequest) -> bool:
-        """Whether it lacks room, and enough was retired for it that clients have yet to unmap."""
+        """Whether it lacks room, and enough was retired for it that clients have yet to unmap, or is unsettled."""
         short = self._short(request)
-        return short > 0 and self._is_coming(request, short)
+        return short > 0 and (self._dram.settling or self._is_coming(request, short))
 
     def _gather_idle(self, request: RoomRequest, asker: tuple[int, str, int]) -> PendingReclaim | None:
         if request.moved or self._dram.free_elsewhere_bytes(*asker) <= self._idle_bytes_max:

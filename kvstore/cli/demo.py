@@ -40,7 +40,7 @@ def demo(socket_path: Path, dram_bytes: int, nvme_dir: Path | None, nvme_bytes: 
             result = replay(workload, options, str(socket_path), progress)
         print_tables(replay_tables(result))
         click.echo(
-            "Times and rates are of this replay: they include making and comparing every byte, one request at a time. "
+            "Times and rates are of this replay: they include making and comparing every byte, one request at a time.\n"
             "How fast the store itself is, `kvstore bench bandwidth` says."
         )
         if result.mismatches:

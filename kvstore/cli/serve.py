@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import sys
+from pathlib import Path
 
 import click
 
@@ -76,6 +77,20 @@ from kvstore.server.polling import new_loop
     help="Stay awake so many microseconds between the requests of a burst; 0 = sleep at once.",
 )
 @nvme_options
+@click.option(
+    "--holder",
+    "holder_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Unix socket of a small process, started if there is none, that keeps DRAM for a daemon started again.",
+)
+@click.option(
+    "--holder-grace",
+    "holder_grace_s",
+    type=float,
+    default=60.0,
+    show_default=True,
+    help="Seconds it keeps that, and lives, without a daemon.",
+)
 @click.option("--ready-fd", type=int, hidden=True, help="Write a line to this descriptor when clients are accepted.")
 @click.option("--until-stdin-closes", is_flag=True, hidden=True, help="Stop when standard input is closed.")
 def serve(ready_fd: int | None, until_stdin_closes: bool, **settings: object) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvstore.cli.params import json_option, socket_option
@@ -23,10 +25,13 @@ GROUPS = (
 """Which numbers stand together, by how their names begin; all others come first."""
 
 Value = float | str
+Group = tuple[str, list[tuple[str, str]]]
+"""A title, and lines of what and how much."""
 
 
-@click.command()
+@click.command(short_help="Show how a running daemon is doing.")
 @socket_option
+@click.option("--all", "show_all", is_flag=True, help="All counters and gauges, by the names they have in JSON.")
 @json_option
 @click.option(
     "--timeout",
@@ -36,8 +41,8 @@ Value = float | str
     show_default=True,
     help="Seconds to wait for the daemon.",
 )
-def status(socket_path: Path, as_json: bool, timeout_s: float) -> None:
-    """Show the counters and gauges of a running daemon."""
+def status(socket_path: Path, show_all: bool, as_json: bool, timeout_s: float) -> None:
+    """Show how a running daemon is doing: a summary, or with --all or --json everything it counts."""
     with Client(socket_path, timeout_s=timeout_s) as client:
         stats = client.stats()
     stats |= hit_ratios(stats)
@@ -45,13 +50,14 @@ def status(socket_path: Path, as_json: bool, timeout_s: float) -> None:
         click.echo(json.dumps(dict(sorted(stats.items())), indent=2))
         return
     table = Table("what", "value", title=f"kvstored at {socket_path}")
-    table.columns[1].justify = "right"
-    for title, lines in grouped(stats):
+    for column, justify in zip(table.columns, ("left", "right"), strict=True):
+        column.justify, column.overflow = justify, "fold"  # type: ignore[assignment]
+    for title, lines in grouped(stats) if show_all else summary(stats):
         if title:
             table.add_section()
             table.add_row(f"[bold]{title}[/bold]", "")
         for name, value in lines:
-            table.add_row(name, shown(name, value))
+            table.add_row(name, escape(value))
     Console().print(table)
 
 
@@ -66,9 +72,65 @@ def hit_ratios(stats: Mapping[str, Value]) -> dict[str, Value]:
     return ratios
 
 
-def grouped(stats: Mapping[str, Value]) -> Iterator[tuple[str, list[tuple[str, Value]]]]:
-    """The numbers by group, in the order of their names; the first group has no title."""
-    rest = dict(sorted(stats.items()))
+def summary(stats: Mapping[str, Value]) -> Iterator[Group]:
+    """What an operator looks at first, in words. A counter that was never raised is 0."""
+
+    def n(*names: str) -> str:
+        return ", ".join(f"{float(stats.get(name, 0)):,.0f}" for name in names)
+
+    def size(name: str) -> str:
+        return format_size(float(stats.get(name, 0)))
+
+    def share(name: str) -> str:
+        return f"{float(stats[name]):.1%}" if name in stats else "nothing looked up yet"
+
+    yield (
+        "",
+        [
+            ("version, policy", f"{stats['server_version']}, {stats['policy']}"),
+            ("up for", str(timedelta(seconds=int(float(stats["uptime_s"]))))),
+            ("clients", n("sessions")),
+            ("leases, reservations, pins", n("leases", "reservations", "pins")),
+            ("blocks stored", n("blocks")),
+            ("prompts, blocks looked up", n("lookups", "lookup_blocks")),
+            ("blocks found", share("hit_ratio")),
+        ],
+    )
+    dram = [
+        ("used", f"{size('dram_used_bytes')} of {size('dram_capacity_bytes')}"),
+        ("found there", share("dram_hit_ratio")),
+        ("blocks evicted", n("evicted_blocks")),
+        ("blocks not stored for want of room", n("skipped_blocks")),
+        ("huge pages", str(stats["dram_huge_pages_note"]) or "yes"),
+    ]
+    if stats["dram_memory_failure"]:
+        dram.append(("memory failure", str(stats["dram_memory_failure"])))
+    yield "DRAM tier", dram
+    if "nvme_health" not in stats:
+        return
+    health = str(stats["nvme_health"])
+    if stats.get("offload_suspended"):
+        health += ", writes pause"
+    if stats.get("onboard_stuck"):
+        health += ", a read is stuck"
+    yield (
+        "NVMe tier",
+        [
+            ("health", health),
+            ("used", f"{size('nvme_used_bytes')} of {size('nvme_live_capacity_bytes')} for blocks"),
+            ("found there", share("nvme_hit_ratio")),
+            ("blocks written, read", n("offloaded_blocks", "onboarded_blocks")),
+            ("blocks waiting to be written", f"{n('offload_pending_blocks')} ({size('offload_pending_bytes')})"),
+            ("writes skipped, failed", n("offload_skipped_blocks", "offload_failed_blocks")),
+            ("blocks unreadable, corrupt", n("onboard_unreadable_blocks", "onboard_corrupt_blocks")),
+            ("blocks evicted", n("nvme_evicted_blocks")),
+        ],
+    )
+
+
+def grouped(stats: Mapping[str, Value]) -> Iterator[Group]:
+    """All numbers by group, in the order of their names; the first group has no title."""
+    rest = {name: shown(name, value) for name, value in sorted(stats.items())}
     groups = []
     for title, prefix in GROUPS:
         lines = [(name, rest.pop(name)) for name in list(rest) if name.startswith(prefix)]
@@ -81,7 +143,7 @@ def grouped(stats: Mapping[str, Value]) -> Iterator[tuple[str, list[tuple[str, V
 def shown(name: str, value: Value) -> str:
     """A value for people."""
     if isinstance(value, str):
-        return value
+        return value or "none"
     if name.endswith("_bytes"):
         return format_size(value)
     if name.endswith("_bytes_per_s"):

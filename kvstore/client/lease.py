@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvstore import native
 from kvstore.client.claims import Claimed
+from kvstore.client.era import Era
 from kvstore.client.session import Session
 from kvstore.errors import BadInputError, EndedError, ProtocolError, UnavailableError
 from kvstore.native import Mapping
@@ -46,7 +47,13 @@ class Hold:
         self._now = now or later
         self._session = session
         self._epoch = session.epoch
+        self._era: Era | None = session.era
         self._pid = os.getpid()
+
+    def disarm(self) -> None:
+        """There is nothing that the daemon would have to hear of."""
+        self.armed = False
+        self._era = None
 
     def __del__(self) -> None:
         # Another process, or a daemon that has not lent this, need not hear of it.
@@ -165,7 +172,8 @@ class Held(Claimed):
         self._deadline_s = time.monotonic() + ttl_s
         self._ended = "" if claim_id else "it holds nothing"
         self._hold: Hold | None = hold
-        hold.armed = bool(claim_id)
+        if not claim_id:
+            hold.disarm()
 
     @property
     def valid(self) -> bool:

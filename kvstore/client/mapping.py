@@ -42,6 +42,7 @@ class Regions:
         self._mappings: dict[int, Mapping] = {}
         self._on_unmapped = on_unmapped
         self._dropped: dict[int, weakref.ref[Mapping]] = {}
+        self._leaving: dict[int, weakref.ref[Mapping]] = {}
         self._alive: weakref.WeakSet[Mapping] = weakref.WeakSet()
 
     def add(self, region_id: int, fd: int, size_bytes: int, *, writable: bool) -> None:
@@ -62,13 +63,21 @@ class Regions:
         }
 
     def retire(self, region_ids: Iterable[int]) -> None:
-        """Let go of regions the daemon wants back; each is unmapped when nobody looks at it any more."""
+        """Let go of regions the daemon wants back; each is unmapped when nobody looks at it any more.
+
+        The daemon may ask twice, if it can't know that it was heard.
+        """
         for region_id in region_ids:
             mapping = self._mappings.pop(region_id, None)
-            if mapping is None:
+            if mapping is not None:
+                self._leaving[region_id] = weakref.ref(mapping)
+                mapping.after_unmap = partial(self._left, region_id)
+            elif region_id not in self._leaving:
                 self._on_unmapped(region_id)
-            else:
-                mapping.after_unmap = partial(self._on_unmapped, region_id)
+
+    def _left(self, region_id: int) -> None:
+        self._leaving.pop(region_id, None)
+        self._on_unmapped(region_id)
 
     def drop_all(self) -> bool:
         """Let go of everything. True if nothing is mapped any more, False if arrays still keep some."""

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvstore.client.acks import Acknowledgements
 from kvstore.client.claims import Claims
+from kvstore.client.era import Era
 from kvstore.client.greeting import Greeted, greet, join
 from kvstore.client.mapping import Regions
 from kvstore.client.transport import Transport
@@ -77,6 +78,7 @@ class Presence:
         self._retry_s = RETRY_S_MIN
         self._thread: threading.Thread | None = None
         self.regions = Regions(self._region_unmapped)
+        self.era = Era()
         self.epoch = 0
         self.session_id = 0
         self.server_version = ""
@@ -134,11 +136,15 @@ class Presence:
     def _adopt(self, greeted: Greeted) -> None:
         reply = greeted.reply
         self.claims.end_all("the connection to the daemon was lost meanwhile")
-        if (reply.epoch, reply.session_id) != (self.epoch, self.session_id):
+        if reply.session_token != self._token:
             # What is mapped belongs to a session that is gone; arrays keep their own mappings.
             self.regions.drop_all()
             self.regions = Regions(self._region_unmapped)
             self._acks.clear()
+            self.era = Era()
+        elif reply.epoch != self.epoch:
+            # Another daemon that knows what we have mapped, but not what of it we still use.
+            self.era = self.era.followed_by(self._acks, reply.epoch)
         self._calls, self._events = greeted.calls, greeted.events
         self._token, self.epoch, self.session_id = reply.session_token, reply.epoch, reply.session_id
         self._heartbeat_s, self.server_version, self._can_wait = (

@@ -12,6 +12,7 @@ from kvstore.errors import ConfigError
 from kvstore.offload import WritePolicy
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.policy import make_policy
+from kvstore.server.succession import Succession
 from kvstore.store.hierarchy import WriteBehind
 from kvstore.store.requests import LeaseLimits
 from kvstore.store.store import Store
@@ -20,10 +21,13 @@ from kvstore.tiers.nvme.files import Files
 from kvstore.tiers.nvme.tier import NvmeTier
 
 
-def make_store(config: DaemonConfig, clock: Clock, files: Files | None = None) -> Store:
+def make_store(
+    config: DaemonConfig, clock: Clock, files: Files | None = None, succession: Succession | None = None
+) -> Store:
     """The store of a daemon with these settings. ``files`` replaces the device of the NVMe tier.
 
-    Blocks while an NVMe tier reads its catalog. Raises ConfigError if a tier can't be used as it is.
+    ``succession`` is told of all its memory, and says what to take over. Blocks while an NVMe tier reads its
+    catalog. Raises ConfigError if a tier can't be used as it is.
     """
     nvme = _open_nvme(config, clock, files)
     try:
@@ -32,6 +36,8 @@ def make_store(config: DaemonConfig, clock: Clock, files: Files | None = None) -
             region_bytes=config.region_bytes_effective,
             starter_bytes=config.starter_bytes,
             prefault=config.prefault,
+            ledger=succession.keeper if succession is not None else None,
+            former=succession.former if succession is not None else None,
         )
         index = PrefixIndex(make_policy(config.policy), nvme=nvme is not None)
         limits = LeaseLimits(config.lease_s_default, config.lease_s_max)
@@ -41,7 +47,11 @@ def make_store(config: DaemonConfig, clock: Clock, files: Files | None = None) -
             config.write_behind_bytes_effective,
             config.io_timeout_s,
         )
-        return Store(index, dram, clock, limits, spare_bytes=config.region_bytes_effective, nvme=nvme, write=write)
+        spare_bytes = config.region_bytes_effective
+        store = Store(index, dram, clock, limits, spare_bytes=spare_bytes, nvme=nvme, write=write)
+        if succession is not None:
+            store.counters.add("taken_over_blocks", succession.adopt_blocks(store))
+        return store
     except BaseException:
         if nvme is not None:
             nvme.close()

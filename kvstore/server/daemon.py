@@ -22,6 +22,7 @@ from kvstore.server.handlers import Handlers, Reply
 from kvstore.server.jobs import JobPump
 from kvstore.server.listen import ListeningSocket
 from kvstore.server.session import Session, Sessions, peer_pidfd
+from kvstore.server.succession import Succession
 from kvstore.tiers.nvme.files import Files
 from kvstore.types import Namespace
 from kvstore.wire import kvstore_pb2 as pb
@@ -60,17 +61,21 @@ class Daemon:
         self._clock = clock or SystemClock()
         self._loop = asyncio.get_running_loop()
         self._listening = ListeningSocket(config.socket_path)
+        self.epoch = time.time_ns()
         try:
-            self.store = make_store(config, self._clock, files)
+            self._succession = Succession(config, str(self.epoch))
+            self.store = make_store(config, self._clock, files, self._succession)
         except BaseException:
             self._listening.close()
             raise
-        self.epoch = time.time_ns()
         self._started_s = self._clock.now_s()
         self._pump = JobPump(self._loop, self.store.jobs)
-        self._answers = Answers(self._loop, self._dispatch, self._pump.pump)
+        self._answers = Answers(self._loop, self._dispatch, self._after_request)
         self.sessions = Sessions(self._loop.add_reader, self._loop.remove_reader)
-        self._handlers = Handlers(self.store, config.policy_clock == "client", self._more_stats, self._ask_to_unmap)
+        self._adopt_sessions()
+        self._handlers = Handlers(
+            self.store, config.policy_clock == "client", self._more_stats, self._ask_to_unmap, self.epoch
+        )
         self._connections: set[Connection] = set()
         self._tick_handle: asyncio.TimerHandle | None = None
         self._tick_due_s = 0.0
@@ -79,6 +84,7 @@ class Daemon:
 
     def start(self) -> None:
         """Accept clients from now on."""
+        self._succession.start_serving(self.store)
         self._loop.add_reader(self._listening.sock, self._accept)
         self._schedule_tick()
 
@@ -88,6 +94,7 @@ class Daemon:
         Takes ``drain_s`` at most, however long the disk takes. False if a thread still has something in its
         hands then: memory and files stay as they are until the process ends.
         """
+        self._succession.leave()  # first: what ends now does not end for the next daemon
         self._loop.remove_reader(self._listening.sock)
         self._listening.refuse()
         await self._answers.cancel_all()
@@ -231,6 +238,7 @@ class Daemon:
             previous, session.events = session.events, connection
             if isinstance(previous, Connection):
                 previous.close()
+            self._loop.call_soon(self._ask_to_unmap)  # once the answer to this is on its way
         elif len(session.waits) < WAITS_PER_SESSION_MAX:
             session.waits.add(connection)
         else:
@@ -265,7 +273,7 @@ class Daemon:
         # The same rules for a tenant's name as everywhere.
         tenant = request.tenant or "default"
         Namespace.check_tenant(tenant)
-        return self.sessions.open(
+        session = self.sessions.open(
             tenant,
             request.client_name[:CLIENT_NAME_CHARS_MAX],
             greeting.pid,
@@ -273,6 +281,17 @@ class Daemon:
             self._clock.now_s(),
             self._forget,
         )
+        self._succession.session_opened(session)
+        return session
+
+    def _adopt_sessions(self) -> None:
+        for each in self._succession.former_sessions():
+            session = Session(
+                each.id, each.tenant, each.client_name, each.pid, each.pidfd, self._clock.now_s(), each.token
+            )
+            self.sessions.adopt(session, self._forget)
+            self._succession.session_opened(session)
+        self.sessions.start_after(self._succession.last_session_id)
 
     def _cut_off(self, session: Session) -> None:
         session.live = False
@@ -287,11 +306,16 @@ class Daemon:
             connection.close()
 
     def _forget(self, session: Session) -> None:
+        self._succession.session_gone(session.id)
         if self.sessions.forget(session):
             self._end_waits(session)
             self._asked_to_unmap.pop(session.id, None)
             self.store.forget_session(session.id)
             self._handlers.memory_came_back()
+
+    def _after_request(self) -> None:
+        self._succession.after_request(self.store)
+        self._pump.pump()
 
     # Time ----------------------------------------------------------------------------------------
 
@@ -303,6 +327,7 @@ class Daemon:
         self._loop_lag_s_max = max(self._loop_lag_s_max * 0.99, self._loop.time() - self._tick_due_s)
         try:
             self.store.tick()
+            self._succession.tick(self.store)
             self._pump.pump()
             self._end_overdue()
             self._tell_ended()

@@ -61,11 +61,13 @@ class Handlers:
         client_policy_clock: bool,
         more_stats: Callable[[], tuple[dict[str, float], dict[str, str]]],
         ask_to_unmap: Callable[[], None],
+        epoch: int,
     ) -> None:
         self._store = store
         self._client_policy_clock = client_policy_clock
         self._more_stats = more_stats
         self._ask_to_unmap = ask_to_unmap
+        self._epoch = epoch
         self._unmapped = asyncio.Event()
         self.by_method: dict[int, Callable[[Session, Any], Result]] = {
             Method.OPEN_NAMESPACE: self.open_namespace,
@@ -281,6 +283,8 @@ class Handlers:
     def regions_unmapped(self, session: Session, request: pb.RegionsUnmappedRequest) -> Result:
         for region_id in _bounded(request.region_ids):
             self._store.dram.remove_mapper(region_id, session.id)
+        if request.settled_epoch == self._epoch:
+            self._store.dram.settle(session.id)
         self.memory_came_back()
         return Reply(pb.RegionsUnmappedReply())
 

@@ -113,6 +113,16 @@ class Sessions:
         self._by_id[session.id] = session
         return session
 
+    def adopt(self, session: Session, gone: Callable[[Session], None]) -> None:
+        """A client of an earlier daemon: cut off until it comes back with its token. Later ids are higher."""
+        session.live = False
+        self._watch(session.pidfd, lambda: gone(session))
+        self._by_id[session.id] = session
+
+    def start_after(self, last_id: int) -> None:
+        """Sessions opened from now on have higher ids."""
+        self._ids = itertools.count(last_id + 1)
+
     def by_token(self, token: bytes) -> Session | None:
         """The session with this token; compares in constant time."""
         for session in self._by_id.values():

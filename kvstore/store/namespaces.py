@@ -40,6 +40,7 @@ class Namespaces:
     def __init__(self) -> None:
         self._by_digest: dict[bytes, OpenNamespace] = {}
         self._ordinals: dict[bytes, int] = {}
+        self._digests: list[bytes] = []
         self._by_ordinal: dict[int, OpenNamespace] = {}
         self._names: dict[tuple[str, str], OpenNamespace] = {}
 
@@ -85,7 +86,14 @@ class Namespaces:
 
     def ordinal(self, digest: bytes) -> int:
         """The number of a namespace in this daemon, given now if it has none; it need not be open."""
-        return self._ordinals.setdefault(digest, len(self._ordinals))
+        ordinal = self._ordinals.setdefault(digest, len(self._ordinals))
+        if ordinal == len(self._digests):
+            self._digests.append(digest)
+        return ordinal
+
+    def digest(self, ordinal: int) -> bytes:
+        """The digest of the namespace with this number, which must have been given."""
+        return self._digests[ordinal]
 
     def by_ordinal(self, ordinal: int) -> OpenNamespace:
         """The open namespace with this number."""

@@ -332,10 +332,12 @@ class RegionsMappedReply(_message.Message):
     def __init__(self) -> None: ...
 
 class RegionsUnmappedRequest(_message.Message):
-    __slots__ = ("region_ids",)
+    __slots__ = ("region_ids", "settled_epoch")
     REGION_IDS_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_EPOCH_FIELD_NUMBER: _ClassVar[int]
     region_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, region_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    settled_epoch: int
+    def __init__(self, region_ids: _Optional[_Iterable[int]] = ..., settled_epoch: _Optional[int] = ...) -> None: ...
 
 class RegionsUnmappedReply(_message.Message):
     __slots__ = ()

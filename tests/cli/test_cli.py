@@ -167,7 +167,7 @@ def test_status_and_replay_use_a_running_daemon() -> None:
         assert result["capacity_blocks"] == 2048
         again = kvstore("replay", "--connect", str(path), "--limit", "3", "--block-bytes", "16KiB")
         assert "blocks already" in again.stderr
-        table = kvstore("status", "--socket", str(path))
+        table = kvstore("status", "--socket", str(path), "--all")
         assert "committed_blocks" in table.stdout
 
 
@@ -175,13 +175,18 @@ def test_status_shows_two_tiers_in_groups(tmp_path: Path) -> None:
     arguments = ["--dram", "32MiB", "--nvme-dir", str(tmp_path / "nvme"), "--nvme", "64MiB", "--policy-clock", "client"]
     with own_daemon(arguments) as path:
         report("replay", "--connect", str(path), "--limit", "20", "--block-bytes", "16KiB")
-        shown = kvstore("status", "--socket", str(path)).stdout
+        shown = kvstore("status", "--socket", str(path), "--all").stdout
+        short = kvstore("status", "--socket", str(path)).stdout
         numbers = report("status", "--socket", str(path))
     titles = ["DRAM tier", "NVMe tier", "DRAM to NVMe", "NVMe to DRAM"]
     assert [shown.index(title) for title in titles] == sorted(shown.index(title) for title in titles)
     assert shown.index("uptime_s") < shown.index("DRAM tier") < shown.index("dram_capacity_bytes")
     assert shown.index("NVMe tier") < shown.index("nvme_capacity_bytes") < shown.index("offloaded_blocks")
     assert "64.0 MiB" in shown
+    assert "writes skipped, failed" in short
+    assert max(map(len, short.splitlines())) <= 80
+    assert len(short.splitlines()) < 35
+    assert "…" not in shown + short
     assert 0 < numbers["hit_ratio"] < 1
     assert numbers["hit_ratio"] == pytest.approx(numbers["dram_hit_ratio"] + numbers["nvme_hit_ratio"])
     assert numbers["uptime_s"] > 0

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvstore.client import Client, NamespaceHandle
 from kvstore.tiers.nvme.direct import DirectFiles
 from kvstore.tiers.nvme.faults import Fault, FaultyFiles
+from kvstore.tiers.nvme.files import Extent
 from kvstore.types import KVSpec, Namespace
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
@@ -300,8 +301,7 @@ def test_an_error_of_the_moment_loses_nothing(disk: Disk) -> None:
 
 def test_an_error_of_the_disk_is_a_miss_for_exactly_those_blocks(disk: Disk) -> None:
     """Case 3."""
-    disk.files.fail("read", errno.EIO, after=5, times=1)
-    disk.files.fail("read", errno.EIO, after=N + 5, times=1)  # and when it is read again
+    disk.files.fail("read", errno.EIO, times=None, where=nth_place(5))
     with disk.ns.lease(prompt(1), wait=FOREVER_S) as lease:
         assert len(lease) == 5
         for i in range(5):
@@ -317,10 +317,24 @@ def test_an_error_of_the_disk_is_a_miss_for_exactly_those_blocks(disk: Disk) -> 
 
 def test_a_flipped_bit_is_a_miss(disk: Disk) -> None:
     """Case 1, through a socket."""
-    disk.files.flip("read", after=2, times=1)
+    disk.files.flip("read", times=None, where=nth_place(2))
     with disk.ns.lease(prompt(2), wait=FOREVER_S) as lease:
         assert len(lease) == 2
     assert ns_stat(disk, "onboard_corrupt_blocks") == 1
+
+
+def nth_place(n: int) -> Callable[[str, Extent | None], bool]:
+    """Always the same place of a file: the n-th that is read, counted from 0."""
+    seen: list[tuple[str, int]] = []
+
+    def is_it(name: str, extent: Extent | None) -> bool:
+        assert extent is not None
+        place = (name, extent.offset)
+        if place not in seen:
+            seen.append(place)
+        return seen.index(place) == n
+
+    return is_it
 
 
 def ns_stat(disk: Disk, name: str) -> float:

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from kvstore.client import Client
-from kvstore.config import DaemonConfig
 from kvstore.takeover.link import end_holder
 from kvstore.types import Namespace
 from tests.server.warm import (
@@ -35,9 +34,6 @@ from tests.server.warm import (
     region_bytes,
     warm_daemon,
 )
-
-if "holder_path" not in DaemonConfig.__dataclass_fields__:  # goes with the daemon's wiring
-    pytest.skip("the daemon is not wired to a holder yet", allow_module_level=True)
 
 
 @pytest.fixture

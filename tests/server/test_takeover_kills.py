@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from kvstore.client import Client, NamespaceHandle
-from kvstore.config import DaemonConfig
 from tests.server.warm import (
     BLOCK_BYTES,
     MIB,
@@ -33,9 +32,6 @@ from tests.server.warm import (
     region_bytes,
     warm_daemon,
 )
-
-if "holder_path" not in DaemonConfig.__dataclass_fields__:  # goes with the daemon's wiring
-    pytest.skip("the daemon is not wired to a holder yet", allow_module_level=True)
 
 
 @pytest.fixture
