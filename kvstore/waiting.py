@@ -59,6 +59,9 @@ class Waiters:
     def __init__(self) -> None:
         self._of: dict[int, list[Awaited]] = {}
 
+    def __contains__(self, block: int) -> bool:
+        return block in self._of
+
     def add(self, awaited: Awaited, blocks: Iterable[int]) -> None:
         """Tell it about these blocks, which it waits for."""
         for block in blocks:

@@ -125,7 +125,8 @@ class Handlers:
         lease = self._store.lease(session.id, prompt, request.first_block, request.max_blocks, request.ttl_s, load)
         reply = self._lease_reply(lease)
         if lease.n_pending and load is not None:
-            reply.eta_s = load.eta_s
+            # Only what is on its way: the rest has been refused, or could not be read.
+            reply.n_pending, reply.eta_s = min(lease.n_pending, load.n_waiting), load.eta_s
         return Reply(reply)
 
     def prefetch(self, session: Session, request: pb.PrefetchRequest) -> Result:
@@ -338,7 +339,6 @@ class Handlers:
             n_blocks=lease.n_blocks,
             partial_tokens=lease.partial_tokens,
             n_tokens=lease.n_tokens,
-            n_pending=lease.n_pending,
             n_nvme=lease.n_nvme,
         )
         if lease.id:

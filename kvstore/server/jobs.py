@@ -16,7 +16,7 @@ from queue import SimpleQueue
 
 from kvstore.jobs import Job, Jobs, Lane
 
-THREADS: Mapping[Lane, int] = {Lane.READ: 4, Lane.WRITE: 2, Lane.CATALOG: 1}
+THREADS: Mapping[Lane, int] = {Lane.READ: 4, Lane.WRITE: 3, Lane.CATALOG: 1}
 
 log = logging.getLogger("kvstore.server")
 

@@ -21,7 +21,7 @@ from kvstore.errors import ConfigError, IntegrityError, UnavailableError
 from kvstore.prefix_index.block_table import NO_PARENT, Ids
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.takeover.estate import FORMAT
-from kvstore.takeover.link import Entry, HolderLink
+from kvstore.takeover.link import SEND_S, Entry, HolderLink
 from kvstore.tiers.directory import Labels
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.labelling import Labelling
@@ -53,7 +53,7 @@ class Keeper:
         self._owner = owner
         self._grace_s = grace_s
         self._name = name
-        self._n_hand_overs = 0
+        self._n_found = 0
         self._generation = ""
         self._link = link
         self._entries: dict[str, Entry] = {}
@@ -92,9 +92,13 @@ class Keeper:
 
     def region_retired(self, region_id: int, size_bytes: int) -> None:
         self._put(Entry(f"region/{region_id}", json.dumps({"size_bytes": size_bytes})))
+        self._confirm()
 
     def region_gone(self, region_id: int) -> None:
+        entry = self._entries.get(f"region/{region_id}")
         self._drop([f"region/{region_id}"])
+        if entry is not None and entry.fd >= 0:
+            self._confirm()
 
     # Clients -------------------------------------------------------------------------------------
 
@@ -120,7 +124,7 @@ class Keeper:
         self._settle_until_s = now_s + SETTLE_S
         self._retry_at_s = now_s + RETRY_S
         if self._link is not None:
-            self._hand_over()
+            self._succeed()
 
     def after_request(self, index: PrefixIndex, digest_of: DigestOf) -> None:
         """Label what became live. Call it before a reply that says so goes out; cheap if there is nothing."""
@@ -137,7 +141,7 @@ class Keeper:
             self._dram.end_settling()
         if self._found:
             self._link = self._found.pop()
-            self._hand_over()
+            self._begin_again()
         elif self._link is None and now_s >= self._retry_at_s and not self._searching:
             self._retry_at_s = now_s + RETRY_S
             self._searching = True
@@ -173,7 +177,12 @@ class Keeper:
         if known and self._serving and self._link is not None:
             self._try(lambda link: link.drop(self._generation, known))
 
-    def _try(self, send: Callable[[HolderLink], None]) -> bool:
+    def _confirm(self) -> None:
+        """Only when the holder has closed its descriptor, too, is the memory of a region free for others."""
+        if self._serving and self._link is not None:
+            self._try(lambda link: link.sync(SEND_S))
+
+    def _try(self, send: Callable[[HolderLink], object]) -> bool:
         if self._link is None:
             return False
         try:
@@ -187,14 +196,26 @@ class Keeper:
             return False
         return True
 
-    def _hand_over(self) -> None:
-        """Give the holder everything, under a name of its own, and only then make it count."""
-        self._n_hand_overs += 1
-        self._generation = f"{self._name}.{self._n_hand_overs}"
-        done = self._try(lambda link: link.put(self._generation, self._entries.values())) and self._try(
-            lambda link: link.switch(self._generation)
-        )
-        if done and self._labelling is not None:
+    def _succeed(self) -> None:
+        """Take the place of what the holder keeps of the daemon before, in one step."""
+        self._generation = f"{self._name}.0"
+        if self._put_all():
+            self._set_valid()  # nobody sees it yet
+            if self._try(lambda link: link.switch(self._generation)):
+                self._try(lambda link: link.sync())  # what is not kept any more is closed
+
+    def _begin_again(self) -> None:
+        """With a holder that was found later: what it has of this daemon, if anything, is out of date."""
+        self._n_found += 1
+        self._generation = f"{self._name}.{self._n_found}"
+        if self._try(lambda link: link.switch(self._generation)) and self._put_all():
+            self._set_valid()
+
+    def _put_all(self) -> bool:
+        return self._try(lambda link: link.put(self._generation, self._entries.values()))
+
+    def _set_valid(self) -> None:
+        if self._labelling is not None:
             self._labelling.valid = True
 
     def _search(self) -> None:

@@ -94,11 +94,12 @@ class HolderLink:
         """What was put into this generation is what a next daemon gets; nothing else is kept."""
         self._send({"op": "switch", "generation": generation})
 
-    def sync(self) -> dict[str, int]:
+    def sync(self, timeout_s: float = CLAIM_S) -> dict[str, int]:
         """Wait until the holder has worked on all that was sent; entries per generation."""
         self._send({"op": "sync"})
         try:
-            synced = _receive(self._sock, time.monotonic() + CLAIM_S)[0]["synced"]
+            synced = _receive(self._sock, time.monotonic() + timeout_s)[0]["synced"]
+            self._sock.settimeout(SEND_S)
             return {str(name): int(n) for name, n in synced.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UnavailableError(f"the descriptor holder does not answer: {error}") from error

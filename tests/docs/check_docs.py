@@ -1,4 +1,4 @@
-"""Run the commands and programs of README.md that carry a ``check:`` comment, against a real daemon.
+"""Run the commands and programs of README.md and docs/ that carry a ``check:`` comment, against a real daemon.
 
 Not a pytest module: `make docs-check` and CI run it, as it takes the commands literally.
 """
@@ -49,10 +49,12 @@ def main() -> int:
         return 1
     with tempfile.TemporaryDirectory() as folder:
         socket_path = Path(folder) / "docs.sock"
-        with own_daemon(["--dram", "64MiB"], socket_path):
+        arguments = ["--dram", "64MiB", "--nvme-dir", str(Path(folder) / "nvme"), "--nvme", "64MiB"]
+        with own_daemon(arguments, socket_path):
             environment = {**os.environ, "KVSTORE_SOCKET": str(socket_path)}
-            count = run_blocks((ROOT / "README.md").read_text(), environment)
-    print(f"{count} blocks of README.md run, no broken link")  # noqa: T201 - as above
+            documents = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+            count = sum(run_blocks(document.read_text(), environment) for document in documents)
+    print(f"{count} blocks of README.md and docs/ run, no broken link")  # noqa: T201 - as above
     return 0 if count else 1
 
 

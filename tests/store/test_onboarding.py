@@ -191,20 +191,28 @@ def test_what_comes_up_pushes_out_what_was_used_longest_ago_and_loses_nothing(be
 
 
 def test_a_block_that_a_client_stores_while_it_comes_up_is_there_once(below: Below) -> None:
-    rig = below({1: 3})
-    prompt = rig.rows(3, tag=1)
+    """It had reserved it before anybody stored it."""
+    rig = below({})
+    prompt = rig.rows(1, tag=1)
+    reservation = rig.reserve(ALICE, prompt, ttl_s=90.0)
+    rig.map_regions(ALICE, reservation.slots, writable=True)
+    rig.put(BOB, prompt)
+    assert rig.persist(prompt) == 1
+    for tag in range(2, 12):
+        rig.put(BOB, rig.rows(4, tag=tag))
+        rig.settle()
     load = begin(rig, prompt)
-    reservation = rig.reserve(ALICE, rig.rows(4, tag=1), 3, 1)
     (job,) = rig.jobs.runnable()
     rig.jobs.run(job)
-    rig.map_regions(ALICE, reservation.slots, writable=True)
-    rig.fill(reservation, rig.rows(4, tag=1))
-    rig.store.commit(ALICE, reservation.id)
+    rig.fill(reservation, prompt)
+    assert rig.store.commit(ALICE, reservation.id).n_committed == 1
+    used = rig.dram_bytes()["used"]
     rig.jobs.finish(job)
-    rig.settle()
-    assert rig.store.lease(BOB, rig.rows(4, tag=1), load=load).n_blocks == 4
+    rig.store.check()
+    assert rig.dram_bytes()["used"] == used
+    lease = rig.store.lease(BOB, prompt, load=load)
+    assert rig.bytes_at(rig.slots_of(lease)) == rig.expected(prompt, 1)
     rig.store.end_load(load)
-    assert rig.dram_bytes()["used"] == 4 * 4 * KIB
 
 
 def test_a_read_that_comes_late_finds_its_frames_where_they_were(below: Below) -> None:
