@@ -305,7 +305,8 @@ def test_index_tiers_and_claims_agree_after_every_takeover(
                 daemon = start_daemon(**settings)
                 assert client.wait_healthy(20.0)
                 daemon.call(lambda running: running.store.check())
-                assert daemon.call(lambda running: running.store.stats()[0]["taken_over_blocks"]) >= before
+                n_taken_over = daemon.call(lambda running: running.store.stats()[0]["taken_over_blocks"])
+                assert n_taken_over >= (before // 2 if nvme else before)  # room for moves is made, NVMe has all
                 assert found(ns, range(100 * turn, 100 * turn + 80)) >= before  # NVMe has all
                 put(ns, range(5000 + 100 * turn, 5060 + 100 * turn))
                 daemon.call(lambda running: running.store.check())

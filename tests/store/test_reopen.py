@@ -128,7 +128,7 @@ def test_twenty_restarts_in_the_middle_of_work_leak_nothing(tmp_path: Path, mode
             assert reads(rig, rig.rows(3, tag=tag)) >= n_durable
         for tag in range(life * 10 + 1, life * 10 + 5):
             rig.put(ALICE, rig.rows(3, tag=tag))
-            for _ in range(dice.randrange(4)):
+            for _ in range(dice.randrange(8)):
                 rig.jobs.step(dice)
         for tag in range(life * 10 + 1, life * 10 + 5):
             persist = rig.store.begin_persist(rig.rows(3, tag=tag))

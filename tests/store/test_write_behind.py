@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.jobs import Lane
-from kvstore.offload import WritePolicy
+from kvstore.offload import WRITES_MAX, WritePolicy
 from kvstore.store.hierarchy import WriteBehind
 from tests.store.two_tier import KIB, MIB, Settings, Sizes, TwoTierRig, nvme_bytes_for
 
@@ -184,14 +184,14 @@ def test_blocks_on_their_way_are_readable_and_stay(make: MakeStore) -> None:
     rig.store.check()
 
 
-def test_at_most_two_batches_are_on_their_way(make: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_batches_are_on_their_way_at_a_time(make: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.offload.WRITE_BYTES_MAX", 2 * FRAME_BYTES)
     rig = make()
     prompt = rig.rows(9, tag=1)
     rig.put(ALICE, prompt)
     n_jobs = 0
     while jobs := rig.jobs.runnable():
-        assert len(rig.jobs.waiting) <= 2
+        assert len(rig.jobs.waiting) <= WRITES_MAX
         for job in reversed(jobs):  # the later one is faster
             rig.jobs.run(job)
             n_jobs += 1
