@@ -7,7 +7,7 @@ RUNS   := $(VENV)/.ready-to-run
 SOURCES := pyproject.toml kvstore/native/streamcopy.c
 RESULTS ?= results
 
-.PHONY: run test check lint types docs-check proto bench soak clean
+.PHONY: run test check lint types docs-check proto bench crash-long soak clean
 
 # The demo needs a small part of what the tests need, and takes what is there already.
 run: $(if $(wildcard $(READY)),$(READY),$(RUNS))
@@ -32,6 +32,16 @@ bench: $(READY)
 	$(BIN)/kvstore bench bandwidth --output $(RESULTS)/bandwidth
 	$(BIN)/kvstore bench index --output $(RESULTS)/index
 	$(BIN)/kvstore replay --output $(RESULTS)/replay
+
+# Long runs. Every sync point of more workloads under more seeds; replays with a killed daemon under every write policy.
+crash-long: $(READY)
+	KVSTORE_CRASH_SEEDS=20 $(BIN)/python -m pytest tests/store/test_crash_points.py --timeout 0
+
+soak: $(READY)
+	for policy in through back selective; do \
+	  $(BIN)/kvstore replay --limit 5000 --clients 4 --dram-percent 5 --nvme-percent 25 --kill-at 0.5 \
+	    --write-policy $$policy --output $(RESULTS)/soak-$$policy || exit 1; \
+	done
 
 proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -I kvstore/wire --python_out=kvstore/wire --pyi_out=kvstore/wire kvstore/wire/kvstore.proto

@@ -223,9 +223,9 @@ class Onboarder:
         may_come = self._room.pending is not None or self._room.is_coming(room)
         if n_free < n and may_come and now_s - group.room_since_s < ROOM_WAIT_S:
             return False
-        group.room = None
         slots = self._dram.allocate(DAEMON_WRITER, room.tenant, room.slot_bytes, n)
         if len(slots):
+            group.room = None  # not before: what may be evicted for one attempt is all that goes while it waits
             self._start(group, np.array([group.ids.popleft() for _ in slots], np.uint32), slots)
             if not group.ids:
                 self._groups.remove(group)

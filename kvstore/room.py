@@ -97,12 +97,9 @@ class RoomMaker:
         if len(own) == len(self._dram.regions):  # everything is the asker's: the order is all there is
             self._free(self._index.evict(short), asker)
             return max(n - self._dram.free_slots(*asker), 0)
-        orphans = self._dram.orphan_regions()
 
         def worth(slot: int) -> int:
-            region_id = slot >> SLOT_BITS
-            # Nobody waits for the room of a writer that is gone: its blocks go when it is their turn.
-            return 1 if region_id in own else 0 if region_id in orphans else -1
+            return 1 if slot >> SLOT_BITS in own else -1
 
         most_passed = PASSED_PER_BLOCK * short + self._index.n_blocks // PASSED_SHARE
         self._free(self._index.evict_among(short, worth, most_passed), asker)

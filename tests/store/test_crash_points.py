@@ -31,5 +31,6 @@ def test_a_power_cut_at_any_point_loses_nothing_that_was_durable(
     workload = CrashWorkload(tmp_path, policy, seed, MODES)
     workload.run(OPERATIONS)
     workload.close()
-    assert all(workload.counts_by_mode[mode] > OPERATIONS // 4 for mode in MODES)
-    assert workload.counts_by_mode["different states"] > OPERATIONS // 4
+    least = OPERATIONS // (4 if policy is WritePolicy.THROUGH else 40)
+    assert all(workload.counts_by_mode[mode] > least for mode in MODES)
+    assert workload.counts_by_mode["different states"] > least

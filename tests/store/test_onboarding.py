@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.jobs import Lane
+from kvstore.offload import WritePolicy
 from kvstore.onboard import Load
 from kvstore.store.hierarchy import WriteBehind
 from kvstore.store.requests import Prompt
@@ -20,11 +21,11 @@ Below = Callable[..., TwoTierRig]
 
 @pytest.fixture
 def below(tmp_path: Path) -> Iterator[Below]:
-    """``below({tag: rows}, sizes=Sizes())``: a store that was just started over these prompts."""
+    """``below({tag: rows}, sizes=Sizes(), write)``: a store that was just started over these prompts."""
     made: list[TwoTierRig] = []
 
-    def make(rows: dict[int, int], sizes: Sizes | None = None) -> TwoTierRig:
-        write = WriteBehind(queue_bytes_max=MIB, io_timeout_s=5.0)
+    def make(rows: dict[int, int], sizes: Sizes | None = None, write: WriteBehind | None = None) -> TwoTierRig:
+        write = write or WriteBehind(queue_bytes_max=MIB, io_timeout_s=5.0)
         rig = TwoTierRig(tmp_path / str(len(made)), Settings(sizes or Sizes(), write))
         for tag, n_rows in rows.items():
             for n in range(1, n_rows + 1):  # also more than DRAM holds
@@ -188,6 +189,26 @@ def test_what_comes_up_pushes_out_what_was_used_longest_ago_and_loses_nothing(be
         assert rig.count("evicted_blocks") >= 8 * round_
     in_dram = [rig.store.lease(BOB, prompt).n_blocks for prompt in prompts]
     assert in_dram == [0, 8, 8, 8, 8]
+
+
+def test_a_load_that_waits_for_a_client_to_unmap_costs_others_no_more_than_one_attempt(below: Below) -> None:
+    """The client may be stopped; what was evicted for the load comes back when it goes on, or is gone."""
+    write = WriteBehind(WritePolicy.SELECTIVE, 100, MIB, 5.0)
+    rig = below({1: 4}, Sizes(1 * MIB, 64 * KIB, 8 * KIB), write)
+    for tag in range(10, 74):
+        assert rig.put(BOB, rig.rows(4, tag=tag)).n_committed == 4
+    load = begin(rig, rig.rows(4, tag=1))
+    for _ in range(90):
+        rig.jobs.all()
+        rig.clock.advance(0.05)
+        rig.store.tick()
+    assert not load.done
+    assert rig.count("evicted_blocks") <= 4 + 2 * 16  # its own number, and up to two regions
+    rig.unmap_retired()
+    rig.settle()
+    assert load.done
+    assert rig.store.lease(EVE, rig.rows(4, tag=1), load=load).n_blocks == 4
+    rig.store.end_load(load)
 
 
 def test_a_block_that_a_client_stores_while_it_comes_up_is_there_once(below: Below) -> None:

@@ -2,6 +2,9 @@
 
 Every transaction is durable on return. The file is bounded by ``room_bytes``, of which some is kept for
 transactions that only remove names: these can be made also when no more names fit.
+
+LMDB ends the process when it meets a page that makes no sense. So a file that was there before is only ever
+read, by another process; what is written to is made anew from what was read, each time.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 
 import lmdb
@@ -31,6 +34,9 @@ _READ_TIMEOUT_S = 3600.0
 _CHUNK = 50_000
 _FEW = 64
 _AHEAD_BYTES = 128 << 10
+_DENSE_BYTES = 112
+"""A name in a file that was just made takes less than this."""
+_DATA, _LOCK, _NEW = "data.mdb", "lock.mdb", "new.mdb"
 
 
 class CatalogError(Exception):
@@ -45,10 +51,11 @@ class CatalogError(Exception):
 class Catalog:
     """An open catalog. ``commit`` may be called from any thread, one at a time goes on."""
 
-    def __init__(self, path: Path, room_bytes: int, records: Records | None = None) -> None:
-        """Open the catalog at ``path``, one that ``read_names`` could read; or make it anew with these names.
+    def __init__(self, path: Path, room_bytes: int, records: Records) -> None:
+        """Make the catalog at ``path`` with these names, in place of what is there; no two have one place. Blocks.
 
-        Until it is made whole it counts as damaged. Raises CatalogError.
+        A catalog that is there already stays until the new one is whole, if there is room for both. Raises
+        CatalogError.
         """
         self._path = path
         self._hard_bytes = max((room_bytes - _LOCK_FILE_BYTES) // PAGE_BYTES * PAGE_BYTES, _LEAST_ROOM_BYTES)
@@ -58,10 +65,8 @@ class Catalog:
         self._lock = threading.Lock()
         self._env: lmdb.Environment | None = None
         with self._lock:
-            if records is None:
-                self._open()
-            else:
-                self._make(records)
+            self._make(records)
+            self._open()
             self._set_aside()
 
     @property
@@ -110,7 +115,7 @@ class Catalog:
         """Keep room on the disk for the next transactions, so that names can go when the disk is full."""
         wanted_bytes = min((int(self._open().info()["last_pgno"]) + 1) * PAGE_BYTES + _AHEAD_BYTES, self._hard_bytes)
         if wanted_bytes > self._set_aside_bytes:
-            with suppress(OSError), (self._path / "data.mdb").open("r+b") as file:
+            with suppress(OSError), (self._path / _DATA).open("r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, wanted_bytes)
                 self._set_aside_bytes = wanted_bytes
 
@@ -125,20 +130,45 @@ class Catalog:
                 self._env.set_mapsize(self._soft_bytes)
 
     def _make(self, records: Records) -> None:
+        data = self._path / _DATA
         try:
-            shutil.rmtree(self._path, ignore_errors=True)
-            self._path.mkdir(mode=0o700)
-            env = self._open()
-            for start in range(0, len(records), _CHUNK):
-                self._write(items(records[start : start + _CHUNK]), ())
-            with env.begin(write=True) as writing:
-                writing.put(COMPLETE, b"1", db=self._facts)
+            if not _is_folder(self._path):
+                _remove(self._path)
+                self._path.mkdir(mode=0o700)
+            for other in [path for path in self._path.iterdir() if path != data]:
+                _remove(other)
+            if not _is_file(data):
+                _remove(data)
+            elif data.stat().st_size + _AHEAD_BYTES + len(records) * _DENSE_BYTES > self._hard_bytes:
+                data.unlink()
+            try:
+                self._fill(self._path / _NEW, records)
+            except (OSError, lmdb.Error):
+                if not data.exists():
+                    raise
+                data.unlink()  # for lack of room for both; until the new one is whole the segments have to do
+                self._fill(self._path / _NEW, records)
+            (self._path / _NEW).replace(data)
             folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             os.fsync(folder)
             os.close(folder)
         except (OSError, lmdb.Error) as error:
-            self._drop()
             raise _as_catalog_error(error) from error
+
+    def _fill(self, path: Path, records: Records) -> None:
+        """Make a whole, durable file of these names."""
+        path.unlink(missing_ok=True)
+        room_bytes = self._soft_bytes
+        with closing(
+            lmdb.open(str(path), subdir=False, lock=False, sync=False, map_size=room_bytes, max_dbs=2, mode=0o600)
+        ) as env:
+            names, facts = env.open_db(NAMES), env.open_db(FACTS)
+            for chunk in _in_order(records):
+                with env.begin(write=True) as writing, writing.cursor(names) as cursor:
+                    cursor.putmulti(chunk, append=True)
+            with env.begin(write=True) as writing:
+                writing.put(COMPLETE, b"1", db=facts)
+            env.sync(True)
 
     def _open(self) -> lmdb.Environment:
         if self._env is None:
@@ -162,8 +192,8 @@ class Catalog:
                 cursor.putmulti(puts)
         except lmdb.MapFullError as error:
             raise _as_catalog_error(error) from error
-        except lmdb.Error as error:
-            # After a failed write LMDB may refuse everything until the file is opened again.
+        except Exception as error:
+            # Not all that goes wrong is an lmdb.Error. LMDB may refuse everything until the file is opened again.
             self._drop()
             raise _as_catalog_error(error) from error
 
@@ -178,7 +208,7 @@ def read_names(path: Path) -> Records | None:
 
     Reads it in another process and blocks until that has ended.
     """
-    if not (path / "data.mdb").is_file():
+    if not (_is_folder(path) and _is_file(path / _DATA)):
         return None
     command = [sys.executable, "-I", catalog_probe.__file__, str(path)]
     try:
@@ -189,6 +219,29 @@ def read_names(path: Path) -> Records | None:
         return None
     records = np.frombuffer(result.stdout, RECORD)
     return records if intact(records).all() else None
+
+
+def _in_order(records: Records) -> Iterator[list[tuple[bytes, bytes]]]:
+    """Keys and values in the order of keys, some at a time."""
+    order = np.lexsort((records["place"]["page"], records["place"]["log_seq"]))
+    for start in range(0, len(records), _CHUNK):
+        yield items(records[order[start : start + _CHUNK]])
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _remove(path: Path) -> None:
+    """Whatever is there. Raises OSError."""
+    if _is_folder(path):
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _as_catalog_error(error: Exception) -> CatalogError:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.native import aligned_bytes
+from kvstore.tiers.nvme.disk_room import DiskRoom
 from kvstore.tiers.nvme.files import Extent, Files, Int64s
-from kvstore.tiers.nvme.incarnation import Batch, Incarnation
+from kvstore.tiers.nvme.incarnation import Batch, Incarnation, SegmentFile
 from kvstore.tiers.nvme.jobs import Failure, Removal, commit, failure_of
 from kvstore.tiers.nvme.namebook import NameBook
 from kvstore.tiers.nvme.names import Records
@@ -34,13 +36,14 @@ class MovePart:
 
 @dataclass(slots=True, eq=False)
 class CompactJob:
-    """Moves of one segment's frames, and names to remove. ``run``, then ``finish_compact`` of the tier.
+    """Moves of one segment's frames, names and files to remove, a look at the room that the file system has.
+    ``run``, then ``finish_compact`` of the tier.
 
     ``rows``, ``slots`` and ``new_*`` have one entry a move.
     """
 
     victim: int
-    """The segment that frames come from, -1 when only names are removed."""
+    """The segment that frames come from, -1 when none is moved."""
     source: int
     """Its handle."""
     rows: Int64s
@@ -51,6 +54,9 @@ class CompactJob:
     records: Records
     old_names: list[bytes]
     removal: Removal
+    useless: list[SegmentFile]
+    """Files that are to be removed."""
+    disk: DiskRoom
     files: Files
     book: NameBook
     readable: NDArray[np.bool_] = field(init=False)
@@ -72,6 +78,10 @@ class CompactJob:
         if done:
             self.moved = written
         self.failure = failure or self.failure
+        for file in self.useless:
+            with suppress(OSError):
+                file.remove()
+        self.disk.look()
 
     def _move(self, part: MovePart, written: NDArray[np.bool_]) -> Failure | None:
         """Copy a part and make it durable; marks what is."""

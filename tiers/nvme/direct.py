@@ -38,6 +38,9 @@ from kvstore.tiers.nvme.files import SECTOR_BYTES, Extent, Files, Int64s, plain_
 DEPTH = 8
 """Calls of all batches together that are on their way to the disk; each batch has at least one."""
 
+SMALL_BYTES_MAX = 64 << 20
+"""No small file is larger."""
+
 _PROBE = ".direct.probe"
 _NEW = ".new"
 
@@ -117,13 +120,21 @@ class DirectFiles(Files):
             os.close(directory)
 
     def read_small(self, name: str) -> bytes:
-        return self._path(name).read_bytes()
+        handle = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as file:
+            facts = os.fstat(handle)
+            if not stat.S_ISREG(facts.st_mode):
+                raise OSError(errno.EINVAL, "it is no plain file", name)
+            if facts.st_size > SMALL_BYTES_MAX:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), name)
+            return file.read()
 
     def write_small(self, name: str, data: bytes) -> None:
         path = self._path(name)
         new = self.directory / f".{name}{_NEW}"
         try:
-            with new.open("wb") as file:
+            new.unlink(missing_ok=True)
+            with new.open("xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -152,14 +163,14 @@ class DirectFiles(Files):
     def _open(self, path: Path, flags: int) -> int:
         if self.direct:
             try:
-                return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+                return os.open(path, flags | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             except OSError as error:
                 # Only a file system without O_DIRECT says so; it may have made the file before it did.
                 if error.errno != errno.EINVAL:
                     raise
                 self.direct = False
                 flags &= ~os.O_EXCL
-        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
     def _probe(self) -> bool:
         """Whether a sector can be written unbuffered here. A full disk leaves the question to the first open."""

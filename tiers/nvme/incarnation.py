@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -30,13 +30,23 @@ class Batch(NamedTuple):
 
 
 class SegmentFile:
-    """A file and its handle, made when it is first written."""
+    """A file and its handle, made when it is first written; ``tried`` is called whenever that was tried."""
 
-    def __init__(self, files: Files, name: str, size_bytes: int, handle: int | None = None) -> None:
+    def __init__(
+        self,
+        files: Files,
+        name: str,
+        size_bytes: int,
+        handle: int | None = None,
+        tried: Callable[[], object] = lambda: None,
+    ) -> None:
         self.name = name
         self.size_bytes = size_bytes
         self._files = files
         self._handle = handle
+        self._tried = tried
+        self.name_is_taken = False
+        """Something that is no segment has the name."""
         self._lock = threading.Lock()
 
     @property
@@ -54,20 +64,32 @@ class SegmentFile:
         """The handle; makes the file first if need be, with its name durable. Raises OSError."""
         with self._lock:
             if self._handle is None:
-                handle = self._files.create(self.name, self.size_bytes)
                 try:
-                    self._files.sync_directory()
-                except OSError:
-                    self._files.close(handle)
-                    self._files.remove(self.name)
-                    raise
+                    handle = self._make()
+                finally:
+                    self._tried()
                 self._handle = handle
             return self._handle
 
     def remove(self) -> None:
-        """Close and remove the file. Raises OSError."""
+        """Remove the file and close it. Raises OSError: then it is as before."""
+        with suppress(FileNotFoundError):
+            self._files.remove(self.name)
         self.close()
-        self._files.remove(self.name)
+
+    def _make(self) -> int:
+        try:
+            handle = self._files.create(self.name, self.size_bytes)
+        except FileExistsError:
+            self.name_is_taken = True
+            raise
+        try:
+            self._files.sync_directory()
+        except OSError:
+            self._files.close(handle)
+            self._files.remove(self.name)
+            raise
+        return handle
 
     def close(self) -> None:
         """Idempotent."""

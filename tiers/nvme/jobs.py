@@ -13,7 +13,7 @@ from kvstore.tiers.nvme.files import Extent, Files, Int64s
 from kvstore.tiers.nvme.health import means_full
 from kvstore.tiers.nvme.incarnation import Batch, Incarnation
 from kvstore.tiers.nvme.namebook import NameBook
-from kvstore.tiers.nvme.names import Records, items
+from kvstore.tiers.nvme.names import NO_RECORDS, Records
 
 
 @dataclass(slots=True)
@@ -34,6 +34,11 @@ class Removal:
     segments: Int64s
     """Where each further frame lies that has a name and no slot."""
     failed: bool = True
+
+    @classmethod
+    def of_nothing(cls) -> Removal:
+        """No names."""
+        return cls([], np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 @dataclass(slots=True)
@@ -77,7 +82,7 @@ class WriteJob:
     before: dict[int, tuple[WriteJob, int]]
     """By place in this job: where the parent is being written."""
     wanted: NDArray[np.bool_] = field(init=False)
-    """Those that are first blocks or have a parent here; others get no name."""
+    """Those that are first blocks or have a parent here, in a namespace that can be listed; others get no name."""
     durable: NDArray[np.bool_] = field(init=False)
     named: NDArray[np.bool_] = field(init=False)
     failure: Failure | None = None
@@ -114,14 +119,14 @@ def commit(
     Returns whether the names are in. If they don't fit, the dead ones go all the same: that is what makes room.
     """
     try:
-        book.commit(items(records), [*removal.names, *exchanged])
+        book.commit(records, [*removal.names, *exchanged])
         removal.failed = False
         return True, None
     except CatalogError as error:
         failure = Failure(error.full, str(error))
     if failure.full and len(records):
         try:
-            book.commit((), removal.names)
+            book.commit(NO_RECORDS, removal.names)
             removal.failed = False
         except CatalogError as error:
             failure = Failure(error.full, str(error))

@@ -88,6 +88,10 @@ class Geometry:
         """Segment files that fit."""
         return _segments_room(self.capacity_bytes) // self.segment_bytes
 
+    def n_places(self, file_bytes: int) -> int:
+        """How many segments' room a segment file takes that may have another size."""
+        return max(-(-file_bytes // self.segment_bytes), 1)
+
     @property
     def index_pages(self) -> int:
         """Pages before the frames of a segment: its head and its index, large enough for the smallest frames."""

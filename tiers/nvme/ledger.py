@@ -23,7 +23,10 @@ class Ledger:
         self.table = FrameTable()
         self.segments = segments
         self.charged_bytes = 0
+        self.live_pages = 0
         self.next_age = 0
+        self._limit_before = 0
+        """What may be charged even if files that would be needed for it can no more be made."""
         self.urgent = False
         """A name waits whose frame must not be served again, whatever happens."""
         self._dying: list[Int64s] = []
@@ -37,8 +40,17 @@ class Ledger:
 
     def free_bytes(self) -> int:
         """Bytes that may still become live, with the files that there are or can be made."""
-        n_segments = self.segments.n_files + self.segments.n_growable
-        return max(self.geometry.live_bytes(n_segments) - self.charged_bytes, 0)
+        return max(self._limit_bytes() - self.charged_bytes, 0)
+
+    def short_of(self, pages: int, n: int) -> int:
+        """How many frames of a size have to go before ``n`` more may become live; not above 0 if they may now."""
+        charge = self.charge(pages)
+        n = min(n, max(self.n_most(pages), 1))
+        return -(-(self.charged_bytes + n * charge - self._limit_bytes()) // charge)
+
+    def n_most(self, pages: int) -> int:
+        """How many frames of a size may be live at a time, if no others are."""
+        return self._live_bytes() // self.charge(pages)
 
     def reserve(self, pages: int, n: int) -> Int64s:
         """Up to ``n`` slots with places for frames of this size; rows."""
@@ -47,7 +59,11 @@ class Ledger:
         table, rows = self.table, self.table.take(len(numbers))
         table.segment[rows], table.page[rows], table.pages[rows] = numbers, firsts, pages
         table.charge[rows] = charge
+        # If the disk has got smaller, two frames go for one that comes until the rest fits: none just goes.
+        before = self.charged_bytes
         self.charged_bytes += charge * len(rows)
+        if len(rows):
+            self._limit_before = self.charged_bytes if self.charged_bytes <= self._live_bytes() else before
         for segment, mine in self.by_segment(rows):
             table.log_seq[rows[mine]] = segment.log_seq
             segment.rows.append(rows[mine])
@@ -63,9 +79,10 @@ class Ledger:
         table.first[rows] = (value["flags"] & FIRST) != 0
         table.charge[rows] = self.geometry.charged_bytes(table.pages[rows].astype(np.int64))
         self.charged_bytes += int(table.charge[rows].sum())
+        self._limit_before = self.charged_bytes
         for segment, mine in self.by_segment(rows):
             segment.rows.append(rows[mine])
-            segment.n_busy += len(mine)
+            segment.count(busy=len(mine))
         table.move(rows, FrameState.WRITING)
         table.know(rows)
         self.live(rows)
@@ -78,7 +95,7 @@ class Ledger:
         """Frames being written are durable and named."""
         self.table.move(rows, FrameState.LIVE)
         for segment, mine in self.by_segment(rows):
-            segment.n_busy -= len(mine)
+            segment.count(busy=-len(mine))
             self._count_live(segment, rows[mine], 1)
 
     def abandon(self, rows: Int64s) -> None:
@@ -86,7 +103,7 @@ class Ledger:
         counted = rows[self.table.state[rows] != FrameState.DOOMED]
         self.charged_bytes -= int(self.table.charge[counted].sum())
         for segment, mine in self.by_segment(rows):
-            segment.n_busy -= len(mine)
+            segment.count(busy=-len(mine))
         self.table.give(rows)
 
     def doom(self, rows: Int64s) -> None:
@@ -101,11 +118,10 @@ class Ledger:
         self.charged_bytes -= int(self.table.charge[lived].sum())
         for segment, mine in self.by_segment(lived):
             self._count_live(segment, lived[mine], -1)
-            segment.n_dying += len(mine)
+            segment.count(dying=len(mine))
             segment.unreadable = False
         for segment, mine in self.by_segment(doomed):
-            segment.n_busy -= len(mine)
-            segment.n_dying += len(mine)
+            segment.count(busy=-len(mine), dying=len(mine))
         self.table.bury(rows)
         if len(rows):
             self._dying.append(rows)
@@ -118,7 +134,7 @@ class Ledger:
         table.segment[rows], table.page[rows] = segments, pages
         for segment, mine in self.by_segment(rows):
             table.log_seq[rows[mine]] = segment.log_seq
-            segment.n_busy -= len(mine)
+            segment.count(busy=-len(mine))
             self._count_live(segment, rows[mine], 1)
             segment.rows.append(rows[mine])
 
@@ -135,10 +151,10 @@ class Ledger:
         for number, log_seq, name in zip(
             records["value"]["segment"].tolist(), records["place"]["log_seq"].tolist(), names, strict=True
         ):
-            segments = self.segments.all
-            there = number < len(segments) and segments[number].log_seq == log_seq
-            if there:
-                segments[number].n_dying += 1
+            segment = self.segments.all.get(number)
+            there = segment is not None and segment.log_seq == log_seq
+            if segment is not None and there:
+                segment.count(dying=1)
             self._nameless.append((number if there else -1, name))
 
     def take_removal(self) -> Removal:
@@ -158,9 +174,9 @@ class Ledger:
             self._nameless += zip(removal.segments.tolist(), removal.names[len(removal.rows) :], strict=True)
             return
         for segment, mine in self.by_segment(removal.rows):
-            segment.n_dying -= len(mine)
+            segment.count(dying=-len(mine))
         for number in removal.segments[removal.segments >= 0].tolist():
-            self.segments.all[number].n_dying -= 1
+            self.segments.all[number].count(dying=-1)
         self.table.give(removal.rows)
         self.settle()
 
@@ -189,8 +205,7 @@ class Ledger:
 
     def settle(self) -> None:
         """Whatever segment holds nothing any more may be reused."""
-        for segment in self.segments.sealed():
-            self.segments.settle(segment)
+        self.segments.settle()
 
     def live_rows(self, segment: Segment) -> Int64s:
         """Live frames of a segment in order of place."""
@@ -209,7 +224,9 @@ class Ledger:
         charged = used[np.isin(table.state[used], (FrameState.RESERVED, FrameState.WRITING, FrameState.LIVE))]
         if (n_bytes := int(table.charge[charged].sum())) != self.charged_bytes:
             raise IntegrityError(f"{self.charged_bytes} bytes are charged, slots say {n_bytes}")
-        for segment in self.segments.all:
+        if self.live_pages != (n_live := int(table.pages[table.state == FrameState.LIVE].sum())):
+            raise IntegrityError(f"{self.live_pages} pages are counted as live, slots say {n_live}")
+        for segment in self.segments.all.values():
             mine = used[table.segment[used] == segment.number]
             states = table.state[mine]
             live = mine[states == FrameState.LIVE]
@@ -217,17 +234,23 @@ class Ledger:
                 raise IntegrityError(f"segment {segment.number} has {len(live)} live frames, counted {segment.n_live}")
             if int(np.isin(states, _BUSY).sum()) > segment.n_busy:
                 raise IntegrityError(f"segment {segment.number} has more frames being written than it counts")
-            if segment.state in (SegmentState.FREE, SegmentState.ABSENT):
+            if segment.state is SegmentState.FREE:
                 continue
             here = mine[table.log_seq[mine] == segment.log_seq]
             _must_not_overlap(segment, table.page[here], table.pages[here], self.geometry)
             if len(here) != len(mine):
                 raise IntegrityError(f"segment {segment.number} was reused under a frame that still counts")
 
+    def _live_bytes(self) -> int:
+        return self.geometry.live_bytes(self.segments.n_files + self.segments.n_growable)
+
+    def _limit_bytes(self) -> int:
+        return max(self._live_bytes(), self._limit_before)
+
     def _count_live(self, segment: Segment, rows: Int64s, sign: int) -> None:
-        segment.n_live += sign * len(rows)
-        segment.live_pages += sign * int(self.table.pages[rows].sum())
-        segment.charged_bytes += sign * int(self.table.charge[rows].sum())
+        pages, charged_bytes = int(self.table.pages[rows].sum()), int(self.table.charge[rows].sum())
+        segment.count_live(sign * len(rows), sign * pages, sign * charged_bytes)
+        self.live_pages += sign * pages
 
 
 def _must_not_overlap(
@@ -237,5 +260,6 @@ def _must_not_overlap(
     ends = firsts[order] + pages[order]
     if (ends[:-1] > firsts[order][1:]).any():
         raise IntegrityError(f"two frames overlap in segment {segment.number}")
-    if len(order) and (int(firsts.min()) < geometry.index_pages or int(ends.max()) > geometry.segment_pages):
+    end_page = segment.n_places * geometry.segment_pages
+    if len(order) and (int(firsts.min()) < geometry.index_pages or int(ends.max()) > end_page):
         raise IntegrityError(f"a frame lies outside segment {segment.number}")

@@ -7,7 +7,9 @@ import numpy as np
 from kvstore.metrics import Counters
 from kvstore.tiers.nvme import names
 from kvstore.tiers.nvme.compaction import CompactJob, MovePart
+from kvstore.tiers.nvme.disk_room import DiskRoom
 from kvstore.tiers.nvme.files import Files
+from kvstore.tiers.nvme.jobs import Removal
 from kvstore.tiers.nvme.layout import PAGE_BYTES, Int64s
 from kvstore.tiers.nvme.ledger import Ledger
 from kvstore.tiers.nvme.namebook import NameBook
@@ -24,12 +26,14 @@ _GAIN_SHARE = 64
 class Mover:
     """One compaction at a time."""
 
-    def __init__(self, ledger: Ledger, files: Files, book: NameBook, counters: Counters) -> None:
+    def __init__(self, ledger: Ledger, files: Files, disk: DiskRoom, book: NameBook, counters: Counters) -> None:
         self._ledger = ledger
         self._files = files
+        self._disk = disk
         self._book = book
         self._counters = counters
         self.running: CompactJob | None = None
+        self._useless: list[Segment] = []
         self._n_fruitless = 0
         self._room_before = 0
 
@@ -39,18 +43,23 @@ class Mover:
 
     def may_gain(self) -> bool:
         """Whether room comes back without anything being freed."""
-        return self.running is not None or self._dead_segment() or self._victim() is not None
+        segments = self._ledger.segments
+        pending = self.running is not None or segments.any_to_remove() or segments.any_waits_for_names()
+        return pending or self._victim() is not None
 
-    def begin(self) -> CompactJob | None:
-        """A job if one is due, else None."""
+    def begin(self, may_write: bool) -> CompactJob | None:
+        """A job if one is due, else None. Without leave to write it is only to look at the disk."""
+        ledger, segments = self._ledger, self._ledger.segments
         if self.running is not None:
             return None
-        victim = self._victim() if self._is_low() else None
-        waits = self._ledger.n_waiting > 0 and (self._ledger.urgent or self._dead_segment())
-        if victim is None and not waits:
+        victim = self._victim() if may_write and self._is_low() else None
+        waits = ledger.n_waiting > 0 and (ledger.urgent or segments.any_waits_for_names())
+        looks = segments.disk_limits and self._disk.is_old
+        if not (victim or looks or (may_write and (waits or segments.any_to_remove()))):
             return None
-        self._room_before = self._ledger.segments.room_pages(Stream.MOVED)
-        self.running = self._plan(victim)
+        self._room_before = segments.room_pages(Stream.MOVED)
+        self._useless = segments.take_to_remove() if may_write else []
+        self.running = self._plan(victim, ledger.take_removal() if may_write else Removal.of_nothing())
         return self.running
 
     def finish(self, job: CompactJob) -> Int64s:
@@ -63,19 +72,22 @@ class Mover:
         ledger.rehouse(job.rows[here], job.new_segments[here], job.new_pages[here])
         stale = ~here
         for number, n in zip(*np.unique(job.new_segments[stale], return_counts=True), strict=True):
-            segments.all[int(number)].n_busy -= int(n)
+            segments.all[int(number)].count(busy=-int(n))
         # Freed while it was moved: it has a new name, and nobody else knows.
         ledger.strike(job.records[job.moved & ~alive])
         for part in job.parts:
             if part.failed:
                 segments.seal(segments.all[part.number])
         if job.victim >= 0:
-            segments.all[job.victim].n_readers -= 1
+            segments.all[job.victim].count(readers=-1)
+        for segment in self._useless:
+            segments.removed(segment)
         ledger.finish_removal(job.removal)
         ledger.settle()
         self._counters.add("moved_frames", int(job.moved.sum()))
         self._counters.add("moved_bytes", int(table.pages[job.rows[job.moved]].sum()) * PAGE_BYTES)
-        self._n_fruitless = 0 if segments.room_pages(Stream.MOVED) > self._room_before else self._n_fruitless + 1
+        gained = segments.room_pages(Stream.MOVED) > self._room_before
+        self._n_fruitless = 0 if gained else self._n_fruitless + (job.victim >= 0)
         lost = ~job.readable & alive
         if lost.any():
             segments.all[job.victim].unreadable = True
@@ -87,10 +99,6 @@ class Mover:
         n_low = max(1, self._ledger.geometry.n_segments // _LOW_SHARE)
         return segments.n_available(Stream.NEW) < n_low
 
-    def _dead_segment(self) -> bool:
-        """Whether a segment waits for nothing but that names go."""
-        return any(s.n_dying and not (s.n_live or s.n_busy or s.n_readers) for s in self._ledger.segments.sealed())
-
     def _victim(self) -> Segment | None:
         """The sealed segment with the least live in it, if moving that gains room."""
         ledger = self._ledger
@@ -98,11 +106,10 @@ class Mover:
             return None
         room_bytes = ledger.geometry.frame_pages * PAGE_BYTES
         most_bytes = room_bytes - max(room_bytes // _GAIN_SHARE, PAGE_BYTES)
-        fit = [s for s in ledger.segments.sealed() if s.n_live and not (s.n_busy or s.unreadable)]
-        victim = min(fit, key=lambda s: s.charged_bytes, default=None)
+        victim = ledger.segments.least_charged()
         return victim if victim is not None and victim.charged_bytes <= most_bytes else None
 
-    def _plan(self, victim: Segment | None) -> CompactJob:
+    def _plan(self, victim: Segment | None, removal: Removal) -> CompactJob:
         ledger, table = self._ledger, self._ledger.table
         rows = np.zeros(0, np.int64) if victim is None else ledger.live_rows(victim)
         numbers, firsts = self._places(rows)
@@ -124,11 +131,12 @@ class Mover:
             )  # fmt: skip
         names.seal(records)
         if victim is not None:
-            victim.n_readers += 1
+            victim.count(readers=1)
         return CompactJob(
             -1 if victim is None else victim.number, -1 if victim is None else victim.file.handle, rows,
             table.handles(rows), numbers, firsts, parts, records,
-            names.place_keys(table.log_seq[rows], old_pages), ledger.take_removal(), self._files, self._book,
+            names.place_keys(table.log_seq[rows], old_pages), removal, [each.file for each in self._useless],
+            self._disk, self._files, self._book,
         )  # fmt: skip
 
     def _places(self, rows: Int64s) -> tuple[Int64s, Int64s]:

@@ -33,6 +33,7 @@ RECORD = np.dtype([("place", KEY), ("value", VALUE)])
 """A name as read back: key and value side by side."""
 
 Records = NDArray[np.void]
+NO_RECORDS: Records = np.zeros(0, RECORD)
 
 
 def seal(records: Records) -> None:
@@ -48,10 +49,9 @@ def intact(records: Records) -> NDArray[np.bool_]:
 
 def items(records: Records) -> list[tuple[bytes, bytes]]:
     """Keys and values for the catalog."""
-    places = np.ascontiguousarray(records["place"]).tobytes()
-    values = np.ascontiguousarray(records["value"]).tobytes()
-    k, v = KEY.itemsize, VALUE.itemsize
-    return [(places[i * k : i * k + k], values[i * v : i * v + v]) for i in range(len(records))]
+    places = np.ascontiguousarray(records["place"]).view(f"V{KEY.itemsize}").tolist()
+    values = np.ascontiguousarray(records["value"]).view(f"V{VALUE.itemsize}").tolist()
+    return list(zip(places, values, strict=True))
 
 
 def place_keys(log_seqs: NDArray[np.int64], pages: NDArray[np.int64]) -> list[bytes]:

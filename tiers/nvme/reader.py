@@ -42,7 +42,7 @@ class Reader:
         at_payload = list(zip(payload_addresses.tolist(), rests.tolist(), strict=True))
         parts = []
         for segment, among in self._ledger.by_segment(rows[places]):
-            segment.n_readers += 1
+            segment.count(readers=1)
             mine = places[among]
             offsets = table.page[rows[mine]].astype(np.int64) * PAGE_BYTES
             extents = [
@@ -55,7 +55,7 @@ class Reader:
     def finish(self, job: ReadJob) -> NDArray[np.bool_]:
         """See ``NvmeTier.finish_read``."""
         for part in job.parts:
-            self._ledger.segments.all[part.number].n_readers -= 1
+            self._ledger.segments.all[part.number].count(readers=-1)
         self._ledger.settle()
         n_arrived = int(job.arrived.sum())
         self._counters.add("read_frames", n_arrived)

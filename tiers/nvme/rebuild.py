@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvstore.native import aligned_bytes
 from kvstore.tiers.nvme.files import Extent, Files
 from kvstore.tiers.nvme.layout import FRAME_BYTES_MIN, PAGE_BYTES, Geometry, Int64s
+from kvstore.tiers.nvme.namebook import number_for
 from kvstore.tiers.nvme.names import FIRST, RECORD, Records, seal
 from kvstore.tiers.nvme.recovery import SegmentOnDisk
 from kvstore.tiers.nvme.segment_index import ENTRY_FIRST, read_entries
@@ -76,7 +77,7 @@ def rebuild_names(
         kinds, which = np.unique(digests.view("V16").reshape(-1), return_inverse=True)
         for digest in (kind.tobytes() for kind in kinds):
             if digest not in numbers_of:
-                numbers_of[digest] = max(namespaces, default=-1) + 1
+                numbers_of[digest] = number_for(digest, namespaces)
                 namespaces[numbers_of[digest]] = (digest, "")
         numbers = np.array([numbers_of[kind.tobytes()] for kind in kinds], np.uint32)
         if len(records):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +12,13 @@ from kvstore.tiers.nvme.files import Extent, Files
 from kvstore.tiers.nvme.layout import PAGE_BYTES, Geometry, Int64s
 from kvstore.tiers.nvme.lookup import KeyLookup
 from kvstore.tiers.nvme.names import FIRST, Records
-from kvstore.tiers.nvme.segment_index import log_seq_of
+from kvstore.tiers.nvme.segment_index import DAMAGED, log_seq_of
 from kvstore.tiers.nvme.superblock import segment_name, segment_numbers
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentOnDisk:
-    """A segment file as it was found. ``log_seq`` is -1 when it has no intact head."""
+    """A segment file as it was found. ``log_seq`` is below 0 when it has no intact head of its own."""
 
     number: int
     handle: int
@@ -41,33 +41,51 @@ class Recovered:
     frame_bytes: NDArray[np.uint32]
 
 
-def open_segments(files: Files, geometry: Geometry, uuid: bytes) -> list[SegmentOnDisk]:
-    """Open all segment files and read their heads; files that can't be opened are left out."""
+def open_segments(files: Files, uuid: bytes) -> list[SegmentOnDisk]:
+    """Open all segment files and read their heads. Raises OSError for a file that is there and can't be opened."""
     page = aligned_bytes(PAGE_BYTES)
-    found = []
-    for number in segment_numbers(files.names()):
-        try:
-            handle = files.open(segment_name(number))
-            size_bytes = min(files.size_bytes(handle), geometry.segment_bytes)
-        except OSError:
-            continue
-        page[:] = 0
-        done = files.read(handle, [Extent(0, ((int(page.ctypes.data), PAGE_BYTES),))])
-        log_seq = log_seq_of(page, uuid, number) if done[0] == PAGE_BYTES else -1
-        found.append(SegmentOnDisk(number, handle, size_bytes, log_seq))
+    found: list[SegmentOnDisk] = []
+    try:
+        for number in segment_numbers(files.names()):
+            try:
+                handle = files.open(segment_name(number))
+            except FileNotFoundError:
+                continue
+            found.append(SegmentOnDisk(number, handle, 0, DAMAGED))
+            size_bytes = files.size_bytes(handle)
+            page[:] = 0
+            done = files.read(handle, [Extent(0, ((int(page.ctypes.data), PAGE_BYTES),))])
+            log_seq = log_seq_of(page, uuid, number) if done[0] == PAGE_BYTES else DAMAGED
+            found[-1] = SegmentOnDisk(number, handle, size_bytes, log_seq)
+    except OSError:
+        for segment in found:
+            files.close(segment.handle)
+        raise
     return found
+
+
+def with_heads(segments: list[SegmentOnDisk], records: Records) -> list[SegmentOnDisk]:
+    """Where a head is damaged, what the names say is believed: those of earlier incarnations were taken out before
+    the segment was used again. Readers check every frame in any case."""
+    damaged = {segment.number for segment in segments if segment.log_seq == DAMAGED}
+    said: dict[int, int] = {}
+    numbers = records["value"]["segment"]
+    for at in np.flatnonzero(np.isin(numbers, list(damaged))).tolist() if damaged else ():
+        number = int(numbers[at])
+        said[number] = max(said.get(number, DAMAGED), int(records["place"]["log_seq"][at]))
+    return [replace(each, log_seq=said[each.number]) if each.number in said else each for each in segments]
 
 
 def in_segments(records: Records, segments: list[SegmentOnDisk], geometry: Geometry) -> NDArray[np.bool_]:
     """Which names point to a whole extent of a segment that is in the same incarnation; bool [n]."""
-    n = max((segment.number for segment in segments), default=0) + 1
-    log_seqs, sizes = np.full(n, -1, np.int64), np.zeros(n, np.int64)
-    for segment in segments:
-        log_seqs[segment.number], sizes[segment.number] = segment.log_seq, segment.size_bytes
+    if not segments:
+        return np.zeros(len(records), np.bool_)
+    facts = np.array([(each.number, each.log_seq, each.size_bytes) for each in segments], np.int64)
+    sorted_numbers, log_seqs, sizes = facts[np.argsort(facts[:, 0])].T
     value = records["value"]
     numbers = value["segment"].astype(np.int64)
-    known = numbers < n
-    at = np.where(known, numbers, 0)
+    at = np.minimum(np.searchsorted(sorted_numbers, numbers), len(segments) - 1)
+    known = sorted_numbers[at] == numbers
     firsts, pages = records["place"]["page"].astype(np.int64), value["pages"].astype(np.int64)
     inside = (firsts >= geometry.index_pages) & (pages > 0) & ((firsts + pages) * PAGE_BYTES <= sizes[at])
     same: NDArray[np.bool_] = known & inside & (log_seqs[at] == records["place"]["log_seq"].astype(np.int64))

@@ -30,6 +30,9 @@ ENTRY = np.dtype(
 ENTRY_FIRST = np.uint32(1 << 31)
 """In ``pages``: the block has no parent block."""
 
+DAMAGED, FOREIGN = -1, -2
+"""In place of a ``log_seq``."""
+
 Entries = NDArray[np.void]
 assert ENTRY.itemsize == ENTRY_BYTES  # noqa: S101 - two modules must agree
 
@@ -45,10 +48,12 @@ def head_page(uuid: bytes, number: int, log_seq: int) -> NDArray[np.uint8]:
 
 
 def log_seq_of(page: NDArray[np.uint8], uuid: bytes, number: int) -> int:
-    """The incarnation that a head page names; -1 when it isn't an intact head of this directory's segment."""
+    """The incarnation that a head page names; DAMAGED, or FOREIGN for another segment's or directory's."""
     head = page[: HEAD.itemsize].view(HEAD)
-    good = head["magic"][0] == MAGIC and head["number"][0] == number and head["uuid"].tobytes() == uuid
-    return int(head["log_seq"][0]) if good and head["checksum"][0] == _head_checksum(head)[0] else -1
+    if head["magic"][0] != MAGIC or head["checksum"][0] != _head_checksum(head)[0]:
+        return DAMAGED
+    ours = head["number"][0] == number and head["uuid"].tobytes() == uuid
+    return int(head["log_seq"][0]) if ours else FOREIGN
 
 
 def seal(entries: Entries, log_seq: int) -> None:

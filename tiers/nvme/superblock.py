@@ -47,32 +47,48 @@ class Superblock:
 
 
 class DirectoryLock:
-    """Held as long as a tier uses a directory; the kernel drops it when the process ends."""
+    """Held as long as a tier uses a directory; the kernel drops it when the process ends.
+
+    The directory is locked as well as the file, which somebody may remove.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Makes the directory if need be. Raises ConfigError when it can't be used or somebody has it."""
+        self._directory = directory
+        self._fds: list[int] = []
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fds.append(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fds.append(os.open(directory / LOCK, flags, 0o600))
         except OSError as error:
+            self.release()
             raise ConfigError(
-                f"the NVMe directory {str(directory)!r} can't be used: {error.strerror}; "
+                f"the NVMe directory {str(directory)!r} can't be used: {error.strerror} ({error.filename}); "
                 "give a directory that this user may write to"
             ) from error
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for fd in self._fds:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            os.close(self._fd)
+            self.release()
             raise ConfigError(
                 f"the NVMe directory {str(directory)!r} is in use by another process: "
                 "stop that daemon, or give this one a directory of its own"
             ) from error
 
+    def is_there(self) -> bool:
+        """Whether the path still leads to this directory, and the directory to its superblock. May block."""
+        try:
+            facts, own = self._directory.stat(), os.fstat(self._fds[0])
+            return (facts.st_dev, facts.st_ino) == (own.st_dev, own.st_ino) and (self._directory / SUPERBLOCK).exists()
+        except OSError:
+            return False
+
     def release(self) -> None:
         """Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        while self._fds:
+            os.close(self._fds.pop())
 
 
 def open_superblock(files: Files, directory: Path, segment_bytes: int) -> Superblock:
@@ -89,7 +105,7 @@ def open_superblock(files: Files, directory: Path, segment_bytes: int) -> Superb
                 "give an empty directory, or a new path"
             )
         return _make(files, segment_bytes)
-    return _parse(files.read_small(SUPERBLOCK), directory)
+    return _parse(_read(files, directory), directory)
 
 
 def clear(files: Files, directory: Path, segment_bytes: int) -> None:
@@ -99,18 +115,35 @@ def clear(files: Files, directory: Path, segment_bytes: int) -> None:
     """
     if not (directory / SUPERBLOCK).exists():
         return
+    data = _read(files, directory)
     try:
-        _parse(files.read_small(SUPERBLOCK), directory)
-    except ConfigError as error:
+        _parse(data, directory)
+    except ConfigError:
         # A superblock of ours that can't be used any more may go; one that isn't ours may not.
-        if MAGIC.encode() not in files.read_small(SUPERBLOCK):
-            raise error from None
+        if MAGIC.encode() not in data:
+            raise
     shutil.rmtree(directory / CATALOG, ignore_errors=True)
     names = files.names()
     for name in [*(segment_name(number) for number in segment_numbers(names)), NAMESPACES]:
         if name in names:
             files.remove(name)
     _make(files, segment_bytes)
+
+
+def taken_numbers(files: Files, directory: Path) -> list[int]:
+    """Numbers of segments whose names something has that is no file."""
+    ours = set(files.names())
+    return segment_numbers([entry.name for entry in directory.iterdir() if entry.name not in ours])
+
+
+def _read(files: Files, directory: Path) -> bytes:
+    try:
+        return files.read_small(SUPERBLOCK)
+    except OSError as error:
+        raise ConfigError(
+            f"{str(directory / SUPERBLOCK)!r} can't be read ({error.strerror}): "
+            "make it readable, or give another directory"
+        ) from error
 
 
 def _make(files: Files, segment_bytes: int) -> Superblock:
@@ -130,9 +163,9 @@ def _parse(data: bytes, directory: Path) -> Superblock:
         if version != VERSION:
             raise ConfigError(f"{where} has format version {version!r}, this program knows {VERSION}: {way_out}")
         superblock = Superblock(fields["uuid"], fields["segment_bytes"])
-        if len(superblock.uuid_bytes) != 16 or not isinstance(superblock.segment_bytes, int):
+        if len(superblock.uuid_bytes) != 16 or superblock.segment_bytes <= 0:
             raise ConfigError(f"{where} is damaged: {way_out}")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{where} is damaged ({error}): {way_out}") from error

@@ -11,6 +11,7 @@ A slot is ``generation << 32 | index``: one that was freed is never mistaken for
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import IntEnum
 
 import numpy as np
@@ -23,6 +24,8 @@ Int64s = NDArray[np.int64]
 
 _INDEX = np.int64(0xFFFFFFFF)
 _GENERATION_BITS = 30
+_GROW_LEAST, _GROW_MOST = 256, 1 << 16
+"""Rows by which the table grows at a time: bounded, as nothing else happens meanwhile."""
 
 
 class FrameState(IntEnum):
@@ -54,6 +57,8 @@ class FrameTable:
         self.key: NDArray[np.uint8] = np.zeros((0, 16), np.uint8)
         self.parent: NDArray[np.uint8] = np.zeros((0, 16), np.uint8)
         self.counts = [0] * len(FrameState)
+        self.n_in_namespace: Counter[int] = Counter()
+        """Slots that aren't free, nor only reserved, by namespace."""
         self._free: Int64s = np.zeros(0, np.int64)
         self._n_free = 0
         self._lookup = KeyLookup()
@@ -71,6 +76,7 @@ class FrameTable:
 
     def give(self, rows: Int64s) -> None:
         """Slots are free; their handles mean nothing any more."""
+        self._count_namespaces(rows[self.state[rows] != FrameState.RESERVED], -1)
         self._forget(rows)
         self.move(rows, FrameState.FREE)
         self.generation[rows] = (self.generation[rows] + 1) & ((1 << _GENERATION_BITS) - 1)
@@ -85,7 +91,8 @@ class FrameTable:
         self.counts[state] += len(rows)
 
     def know(self, rows: Int64s) -> None:
-        """The keys of slots that were just reserved are set: ``find`` finds them until they are dead."""
+        """Keys and namespaces of slots that are being written now are set: ``find`` finds them until they are dead."""
+        self._count_namespaces(rows, 1)
         self._lookup.add(self.key, rows)
 
     def bury(self, rows: Int64s) -> None:
@@ -136,6 +143,9 @@ class FrameTable:
         counts = np.bincount(self.state, minlength=len(FrameState)).tolist()
         if counts != self.counts:
             raise IntegrityError(f"NVMe slots by state are {counts}, counted {self.counts}")
+        named = np.flatnonzero((self.state != FrameState.FREE) & (self.state != FrameState.RESERVED))
+        if +self.n_in_namespace != Counter(self.namespace[named].tolist()):
+            raise IntegrityError(f"NVMe slots by namespace aren't {self.n_in_namespace}")
         free = self._free[: self._n_free]
         if len(np.unique(free)) != counts[FrameState.FREE] or (self.state[free] != FrameState.FREE).any():
             raise IntegrityError("the list of free NVMe slots isn't that of the states")
@@ -151,12 +161,17 @@ class FrameTable:
         if len(known):
             self._lookup.remove(self.key, known)
 
+    def _count_namespaces(self, rows: Int64s, sign: int) -> None:
+        for number, n in zip(*np.unique(self.namespace[rows], return_counts=True), strict=True):
+            self.n_in_namespace[int(number)] += sign * int(n)
+
     def _grow(self, least: int) -> None:
         old = len(self.state)
-        more = max(least, old, 256)
-        for name, column in list(vars(self).items()):
+        more = max(least, min(max(old, _GROW_LEAST), _GROW_MOST))
+        for column in vars(self).values():
             if isinstance(column, np.ndarray):
-                setattr(self, name, np.concatenate((column, np.zeros((more, *column.shape[1:]), column.dtype))))
+                # In place: large arrays are moved by page tables, not copied. Nobody keeps views of columns.
+                column.resize((old + more, *column.shape[1:]), refcheck=False)
         self._free[self._n_free : self._n_free + more] = np.arange(old + more - 1, old - 1, -1)
         self._n_free += more
         self.counts[FrameState.FREE] += more

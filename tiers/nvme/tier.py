@@ -24,18 +24,19 @@ from kvstore.metrics import Counters
 from kvstore.tiers.nvme import layout
 from kvstore.tiers.nvme.catalog import CatalogError
 from kvstore.tiers.nvme.compaction import CompactJob
+from kvstore.tiers.nvme.disk_room import DiskRoom
 from kvstore.tiers.nvme.files import Files
 from kvstore.tiers.nvme.health import OK, Health, means_full
 from kvstore.tiers.nvme.jobs import Failure, ReadJob, WriteJob
 from kvstore.tiers.nvme.layout import PAGE_BYTES, Int64s
 from kvstore.tiers.nvme.ledger import Ledger
 from kvstore.tiers.nvme.mover import Mover
-from kvstore.tiers.nvme.names import items
+from kvstore.tiers.nvme.names import NO_RECORDS, items
 from kvstore.tiers.nvme.opening import Opened, open_directory
 from kvstore.tiers.nvme.reader import Reader
 from kvstore.tiers.nvme.rebuild import Inspect, Verify
 from kvstore.tiers.nvme.recovery import Recovered
-from kvstore.tiers.nvme.segments import Segments, SegmentState, Stream
+from kvstore.tiers.nvme.segments import Segments, Stream
 from kvstore.tiers.nvme.table import FrameState
 from kvstore.tiers.nvme.writer import Pieces, Writer
 
@@ -78,7 +79,8 @@ class NvmeTier:
         try:
             opened = open_directory(directory, capacity_bytes, segment_bytes, files, recovery, inspect, verify)
         except CatalogError as error:
-            raise OSError(f"the NVMe directory {str(directory)!r} can't be opened: {error}") from error
+            way_out = "; make room on the file system and start again: no block is lost" if error.full else ""
+            raise OSError(f"the NVMe directory {str(directory)!r} can't be opened: {error}{way_out}") from error
         self.capacity_bytes = capacity_bytes
         self._opened = opened
         self._files = opened.files
@@ -86,12 +88,16 @@ class NvmeTier:
         self._counters = Counters()
         for name in _COUNTED:
             self._counters.add(name, 0)
-        self._health = Health(clock or SystemClock())
-        self._segments = Segments(opened.geometry, opened.files, opened.superblock.uuid_bytes, self._growth_bytes)
+        clock = clock or SystemClock()
+        self._health = Health(clock)
+        disk = DiskRoom(opened.files, clock, opened.geometry.catalog_bytes + _MARGIN_BYTES)
+        disk.look()
+        self._segments = Segments(opened.geometry, opened.files, opened.superblock.uuid_bytes, disk, opened.taken)
         self._ledger = Ledger(opened.geometry, self._segments)
         self._writer = Writer(self._ledger, opened.book, self._counters)
-        self._mover = Mover(self._ledger, opened.files, opened.book, self._counters)
+        self._mover = Mover(self._ledger, opened.files, disk, opened.book, self._counters)
         self._reader = Reader(self._ledger, opened.files, self._counters)
+        opened.book.n_frames = self._ledger.table.n_in_namespace
         self._closed = False
         self._recovered: Recovered | None = self._take_in(opened)
 
@@ -153,18 +159,23 @@ class NvmeTier:
         return self._at_once(min(n_logical, self._segments.room(Stream.NEW, pages)))
 
     def short_of(self, frame_bytes: int, n: int) -> int:
-        """How many frames of this size must be freed before ``n`` more fit; 0 if nothing helps, or if they fit
-        now or after a compaction. Raises BadInputError for a size that can't be stored."""
+        """How many frames of this size must be freed before ``n`` more fit, or as many of them as ever could; 0 if
+        they fit now or after a compaction, or if nothing helps: then writing is suspended. Raises BadInputError for
+        a size that can't be stored."""
         pages = self._geometry.check_frame(frame_bytes)
         if not self.may_write:
             return 0
         n = self._at_once(n)
-        short = n - self._ledger.free_bytes() // self._ledger.charge(pages)
-        if short > 0:
-            return short
+        short = self._ledger.short_of(pages, n)
         missing = n - self._segments.room(Stream.NEW, pages)
-        may_come = missing <= 0 or self._writer.n_running > 0 or self._mover.may_gain()
-        return 0 if may_come else missing
+        if short <= 0 and (missing <= 0 or self._writer.n_running > 0 or self._mover.may_gain()):
+            return 0
+        n_most = self._ledger.n_most(pages)
+        if not n_most:
+            n_files = self._segments.n_files + self._segments.n_growable
+            self._learn(Failure(True, f"the file system has room for {n_files} segments, too few for frames"), False)
+            return 0
+        return short if short > 0 else missing
 
     def allocate(self, frame_bytes: int, n: int) -> Int64s:
         """Up to ``n`` reserved slots, int64; fewer or none when there is no room or writing is suspended, and one
@@ -252,13 +263,14 @@ class NvmeTier:
         self._counters.add("quarantined_frames", len(slots))
 
     def begin_compact(self) -> CompactJob | None:
-        """Work that makes room, or removes names that must not wait; None when none is due or one is under way."""
-        return self._mover.begin() if self.may_write else None
+        """Work that makes room, looks for some, or removes names that must not wait; None when none is due or one is
+        under way."""
+        return self._mover.begin(self.may_write)
 
     def finish_compact(self, job: CompactJob) -> Int64s:
         """Take the results in. Returns slots of live frames that could not be read: quarantine them."""
         lost = self._mover.finish(job)
-        self._learn(job.failure, bool(job.moved.any()) or not job.removal.failed)
+        self._learn(job.failure, bool(job.moved.any()) or (bool(job.removal.names) and not job.removal.failed))
         return lost
 
     # -- facts ----------------------------------------------------------------------------------
@@ -281,17 +293,17 @@ class NvmeTier:
 
     def stats(self) -> dict[str, int | float | str]:
         """Bytes, counts and facts now. ``used_bytes`` are those of live frames."""
-        ledger, segments = self._ledger, self._segments.all
+        ledger = self._ledger
         return {
             "capacity_bytes": self.capacity_bytes,
             "live_capacity_bytes": self.live_capacity_bytes,
-            "used_bytes": sum(segment.live_pages for segment in segments) * PAGE_BYTES,
+            "used_bytes": ledger.live_pages * PAGE_BYTES,
             "free_bytes": ledger.free_bytes(),
             "live_frames": self.n_live,
             "names_to_remove": ledger.n_waiting,
             "segment_bytes": self._geometry.segment_bytes,
             "segments": self._segments.n_files,
-            "free_segments": sum(segment.state is SegmentState.FREE for segment in segments),
+            "free_segments": self._segments.n_free,
             "catalog_bytes": self._opened.book.catalog.file_bytes,
             "health": self.health,
             **self._opened.facts,
@@ -321,7 +333,7 @@ class NvmeTier:
         self._closed = True
         removal = self._ledger.take_removal()
         try:
-            self._opened.book.commit((), removal.names)
+            self._opened.book.commit(NO_RECORDS, removal.names)
         except CatalogError as error:
             log.warning("%d dead frames keep their names until the next start: %s", len(removal.names), error)
         self._opened.book.catalog.close()
@@ -332,11 +344,8 @@ class NvmeTier:
 
     def _take_in(self, opened: Opened) -> Recovered:
         for found in opened.segments:
-            whole = found.size_bytes == opened.geometry.segment_bytes
-            self._segments.adopt(found.number, found.handle, max(found.log_seq, 0), whole)
-        self._segments.fill_up()
+            self._segments.adopt(found.number, found.handle, max(found.log_seq, 0), found.size_bytes)
         rows = self._ledger.adopt(opened.records)
-        self._ledger.strike(opened.stale)
         self._ledger.settle()
         try:
             self._segments.make_reserve()
@@ -351,12 +360,6 @@ class NvmeTier:
     def _at_once(self, n: int) -> int:
         """After a failure one frame is tried: if it fails again, nothing was evicted for many."""
         return n if self.health == OK else min(n, 1)
-
-    def _growth_bytes(self) -> int:
-        try:
-            return self._files.disk_free_bytes() - self._geometry.catalog_bytes - _MARGIN_BYTES
-        except OSError:
-            return 0
 
     def _learn(self, failure: Failure | None, succeeded: bool) -> None:
         if failure is not None:

@@ -67,6 +67,7 @@ class Writer:
         ]  # fmt: skip
         job = WriteJob(rows, parts, records, ledger.take_removal(), self._book, {})
         job.wanted = table.first[rows] | (above >= 0)
+        job.wanted &= np.isin(namespaces, [n for n in np.unique(namespaces).tolist() if self._book.keep(n)])
         self._places.update({row: (job, at) for at, row in enumerate(rows.tolist())})
         job.before = {at: self._places[row] for at, row in enumerate(above.tolist()) if row in self._places}
         self.n_running += 1

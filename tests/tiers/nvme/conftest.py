@@ -213,7 +213,7 @@ class Rig:
             return
         self.tier._closed = True
         self.tier._opened.book.catalog.close()
-        for segment in self.tier._segments.all:
+        for segment in self.tier._segments.all.values():
             if segment.file.exists:
                 inner = getattr(self.tier._files, "inner", self.tier._files)
                 getattr(inner, "inner", inner).close(segment.file.handle)

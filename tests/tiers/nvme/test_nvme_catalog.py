@@ -48,7 +48,7 @@ def test_what_was_committed_is_read_in_order(tmp_path: Path) -> None:
     found = read_names(tmp_path / "catalog")
     assert found is not None
     assert found.tobytes() == kept.tobytes()
-    again = Catalog(tmp_path / "catalog", ROOM)
+    again = made(tmp_path / "catalog", found)
     assert again.n_names == len(kept)
     assert again.read() == dict(items(kept))
     again.close()

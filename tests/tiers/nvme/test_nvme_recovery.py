@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.tiers.nvme.direct import DirectFiles
+from kvstore.tiers.nvme.faults import FaultyFiles
 from kvstore.tiers.nvme.names import FIRST, RECORD, seal
 from kvstore.tiers.nvme.recovery import closed_and_ordered, newest_of_each
+from kvstore.tiers.nvme.segment_index import head_page
 
 PAGE = 4096
 ROOT = b"r" * 16
@@ -127,12 +131,42 @@ def test_with_the_catalog_the_index_of_a_segment_is_not_needed(rig: Any) -> None
     assert rig.read(keys) == [True] * 5
 
 
-def test_a_segment_with_another_head_is_not_believed(rig: Any) -> None:
-    """The names may be those of another life of the file."""
+def test_a_damaged_head_loses_nothing(rig: Any) -> None:
+    """The names say which life of the file they belong to."""
+    keys = rig.put(25, chain=False)
+    path, _ = place_of(rig, keys[0])
+    damage(path, 8)
+    assert set(rig.reopen()) == set(keys)
+    assert rig.read(keys) == [True] * 25
+    for _ in range(40):  # it is used again, with a head of its own
+        rig.free(rig.put(10))
+        rig.compact()
+    rig.tier.check()
+    assert set(rig.reopen()) == set(keys)
+
+
+def test_a_head_that_can_not_be_read_loses_nothing(rig: Any) -> None:
+    keys = rig.put(25, chain=False)
+    path, _ = place_of(rig, keys[0])
+    rig.tier.close()
+    files = FaultyFiles(DirectFiles(rig.directory))
+    head = files.fail("read", errno.EIO, where=lambda name, e: name == path.name and e is not None and e.offset == 0)
+    rig.open(files=files)
+    assert head.hits == 1
+    assert set(rig.take_recovered()) == set(keys)
+    assert rig.read(keys) == [True] * 25
+
+
+@pytest.mark.parametrize("what", ["another life", "another segment"])
+def test_a_segment_with_another_head_is_not_believed(rig: Any, what: str) -> None:
+    """The names are those of another life of the file, or of another file."""
     keys = rig.put(25, chain=False)
     path, _ = place_of(rig, keys[0])
     lost = [key for key in keys if place_of(rig, key)[0] == path]
-    damage(path, 8)
+    uuid, number = rig.tier._opened.superblock.uuid_bytes, int(path.name[-8:])
+    head = head_page(uuid, number, 1 << 40) if what == "another life" else head_page(uuid, number + 1, 1 << 24)
+    with path.open("r+b") as file:
+        file.write(head.tobytes())
     assert set(rig.reopen()) == set(keys) - set(lost)
     assert rig.tier.stats()["dropped_misplaced"] == len(lost)
     assert len(rig.put(20)) == 20

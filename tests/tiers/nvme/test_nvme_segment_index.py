@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvstore.tiers.nvme.names import RECORD, intact, items, place_keys
 from kvstore.tiers.nvme.names import seal as seal_names
-from kvstore.tiers.nvme.segment_index import ENTRY, head_page, log_seq_of, read_entries, seal
+from kvstore.tiers.nvme.segment_index import DAMAGED, ENTRY, FOREIGN, head_page, log_seq_of, read_entries, seal
 
 UUID = bytes(range(16))
 
@@ -25,16 +25,16 @@ def test_head_round_trip() -> None:
         page = head_page(UUID, 7, log_seq)
         assert len(page) == 4096
         assert log_seq_of(page, UUID, 7) == log_seq
-        assert log_seq_of(page, UUID, 8) == -1
-        assert log_seq_of(page, UUID[::-1], 7) == -1
-    assert log_seq_of(np.zeros(4096, np.uint8), UUID, 0) == -1
+        assert log_seq_of(page, UUID, 8) == FOREIGN
+        assert log_seq_of(page, UUID[::-1], 7) == FOREIGN
+    assert log_seq_of(np.zeros(4096, np.uint8), UUID, 0) == DAMAGED
 
 
 def test_every_flipped_bit_of_a_head_is_noticed() -> None:
     page = head_page(UUID, 3, 99 << 24)
     for bit in range(40 * 8):
         page[bit // 8] ^= 1 << bit % 8
-        assert log_seq_of(page, UUID, 3) == -1, f"bit {bit}"
+        assert log_seq_of(page, UUID, 3) == DAMAGED, f"bit {bit}"
         page[bit // 8] ^= 1 << bit % 8
     assert log_seq_of(page, UUID, 3) == 99 << 24
 

@@ -73,7 +73,7 @@ def test_none_removes_its_own_files_only(rig: Any) -> None:
     rig.open(recovery="none")
     assert rig.take_recovered() == []
     assert (rig.directory / "notes.txt").read_text() == "mine"
-    assert rig.tier.namespaces() == {0: (b"namespace-digest", "{}")}  # by this opening
+    assert rig.tier.namespaces() == {rig.number: (b"namespace-digest", "{}")}  # by this opening
 
 
 def test_an_unknown_recovery_is_refused(tmp_path: Path) -> None:
