@@ -316,3 +316,15 @@ def test_one_daemon_a_directory(start_daemon: Start, nvme: dict[str, Any], tmp_p
     with pytest.raises(ConfigError):
         start_daemon(**nvme, socket_path=tmp_path / "other.sock")
     assert not (tmp_path / "other.sock").exists()
+
+
+def test_a_longer_block_is_not_taken_for_a_durable_short_one(start_daemon: Start, nvme: dict[str, Any]) -> None:
+    """It holds the same tokens, but a restart finds blocks by key, and its key is another."""
+    longer = prompt(1, 2)
+    with connect(start_daemon(**nvme)) as client:
+        ns = client.open(NAMESPACE)
+        ns.put(longer, content(1, 2))
+        tail = longer[: BLOCK_TOKENS + 5]
+        assert ns.match(tail).n_tokens == BLOCK_TOKENS + 5
+        done = ns.persist(tail, 20.0)
+        assert (done.n_blocks, done.n_durable) == (1, 1)
