@@ -96,7 +96,7 @@ def test_a_load_whose_memory_can_not_be_had_is_a_miss_and_others_go_on(make_stor
     assert not load.done  # room may come; but not for longer than a read may take
     rig.clock.advance(rig.settings.write.io_timeout_s)
     rig.store.tick()
-    assert load.done
+    assert load.n_waiting == 0
     assert rig.store.lease(READER + 1, prompt, load=load).n_blocks <= 1
     rig.store.end_load(load)
     assert rig.count("onboard_refused_blocks") >= N - 1

@@ -206,7 +206,7 @@ def test_a_load_that_waits_for_a_client_to_unmap_costs_others_no_more_than_one_a
     assert rig.count("evicted_blocks") <= 4 + 2 * 16  # its own number, and up to two regions
     rig.unmap_retired()
     rig.settle()
-    assert load.done
+    assert load.n_waiting == 0
     assert rig.store.lease(EVE, rig.rows(4, tag=1), load=load).n_blocks == 4
     rig.store.end_load(load)
 
