@@ -36,6 +36,9 @@ READS_MAX = 4
 READ_BYTES_MAX = 8 << 20
 ROOM_WAIT_S = 0.1
 """How long blocks wait for clients to unmap what was retired for them, as a reservation does."""
+ROOM_COMES_S = 2.0
+"""The same while somebody waits for the blocks. Without room on its way nobody waits long: two requests that hold
+half of DRAM each would wait for one another."""
 
 _FIRST_GUESS_BYTES_PER_S = 1e9
 _RATE_SHARE = 0.2
@@ -207,7 +210,7 @@ class Onboarder:
     def _advance(self, group: _Group) -> bool:
         """Read the next blocks of a group; False if it has no room yet.
 
-        It tries again as long as somebody waits for it; else room that isn't there soon is not worth a fight.
+        It tries again for a while if somebody waits for it; room that isn't there soon is not worth a fight.
         """
         now_s = self._clock.now_s()
         n = min(len(group.ids), max(1, READ_BYTES_MAX // group.layout.frame_bytes))
@@ -230,7 +233,8 @@ class Onboarder:
             if not group.ids:
                 self._groups.remove(group)
             return True
-        if group.ids[0] not in self._waiters:
+        patience_s = (ROOM_COMES_S if may_come else ROOM_WAIT_S) if group.ids[0] in self._waiters else 0.0
+        if now_s - group.room_since_s >= patience_s:
             self._counters.add("onboard_no_room_blocks", len(group.ids))
             self._give_up(group)
         return False

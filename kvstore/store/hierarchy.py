@@ -24,6 +24,9 @@ from kvstore.tiers.nvme.tier import NvmeTier
 
 log = logging.getLogger("kvstore.store")
 
+NAMESPACE_RETRY_S = 30.0
+"""So long blocks of a namespace for which the NVMe directory had no room stay in DRAM, until that is asked again."""
+
 
 @dataclass(frozen=True, slots=True)
 class WriteBehind:
@@ -59,6 +62,9 @@ class Hierarchy:
         self._namespaces = namespaces
         self._numbers: dict[int, int] = {}
         self._layouts: dict[int, FrameLayout | None] = {}
+        self._unlisted: set[int] = set()
+        self._retry_at_s = 0.0
+        self._clock = clock
         self.onboarder = Onboarder(index, dram, nvme, room, self._layout, jobs, counters, clock, write.io_timeout_s)
         self.offloader = Offloader(
             index, dram, nvme, self._layout, self._number, jobs, counters, clock,
@@ -94,6 +100,10 @@ class Hierarchy:
 
     def tick(self, now_s: float) -> None:
         """Deadlines, retries and upkeep."""
+        if self._unlisted and now_s >= self._retry_at_s:
+            for ordinal in self._unlisted:
+                del self._layouts[ordinal]
+            self._unlisted.clear()
         self.onboarder.tick(now_s)
         self.offloader.tick(now_s)
         if self._cleans:
@@ -121,11 +131,21 @@ class Hierarchy:
         try:
             layout = FrameLayout.of(opened.namespace.spec, opened.namespace.row_bytes, opened.digest)
             self.nvme.free_slots(layout.frame_bytes)
-            self._number(opened.ordinal)
         except BadInputError as error:
             log.warning("blocks of namespace %s stay in DRAM: %s", opened.digest.hex(), error)
             return None
-        return layout
+        return layout if self._is_listed(opened) else None
+
+    def _is_listed(self, opened: OpenNamespace) -> bool:
+        try:
+            self._number(opened.ordinal)
+        except BadInputError as error:
+            log.warning("blocks of namespace %s stay in DRAM for now: %s", opened.digest.hex(), error)
+            if not self._unlisted:
+                self._retry_at_s = self._clock.now_s() + NAMESPACE_RETRY_S
+            self._unlisted.add(opened.ordinal)
+            return False
+        return True
 
     def _number(self, ordinal: int) -> int:
         number = self._numbers.get(ordinal)

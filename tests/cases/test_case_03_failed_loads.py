@@ -93,13 +93,12 @@ def test_a_load_whose_memory_can_not_be_had_is_a_miss_and_others_go_on(make_stor
     load = rig.store.begin_load(prompt)
     assert load is not None
     rig.settle()
-    assert not load.done  # room may come; but not for longer than a read may take
     rig.clock.advance(rig.settings.write.io_timeout_s)
     rig.store.tick()
     assert load.n_waiting == 0
     assert rig.store.lease(READER + 1, prompt, load=load).n_blocks <= 1
     rig.store.end_load(load)
-    assert rig.count("onboard_refused_blocks") >= N - 1
+    assert rig.count("onboard_no_room_blocks") + rig.count("onboard_refused_blocks") >= N - 1
     rig.store.release(READER, lease.id)
     rig.store.forget_session(READER + 1)
     assert read(rig, other) == rig.expected(other, N)

@@ -198,7 +198,7 @@ def test_a_load_that_waits_for_a_client_to_unmap_costs_others_no_more_than_one_a
     for tag in range(10, 74):
         assert rig.put(BOB, rig.rows(4, tag=tag)).n_committed == 4
     load = begin(rig, rig.rows(4, tag=1))
-    for _ in range(90):
+    for _ in range(30):
         rig.jobs.all()
         rig.clock.advance(0.05)
         rig.store.tick()

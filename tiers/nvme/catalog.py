@@ -62,6 +62,8 @@ class Catalog:
         kept_bytes = max(self._hard_bytes // 8, _KEPT_BYTES_MIN) // PAGE_BYTES * PAGE_BYTES
         self._soft_bytes = self._hard_bytes - kept_bytes
         self._set_aside_bytes = 0
+        self.file_bytes = 0
+        """What the catalog's files took up on the disk after the last transaction."""
         self._lock = threading.Lock()
         self._env: lmdb.Environment | None = None
         with self._lock:
@@ -74,14 +76,6 @@ class Catalog:
         """Names that are durable now. Reads the file."""
         with self._lock, self._open().begin() as reading:
             return int(reading.stat(self._names)["entries"])
-
-    @property
-    def file_bytes(self) -> int:
-        """What the catalog's files take up on the disk."""
-        try:
-            return sum(path.stat().st_blocks * 512 for path in self._path.iterdir())
-        except OSError:
-            return 0
 
     def commit(self, puts: Sequence[tuple[bytes, bytes]], deletes: Sequence[bytes]) -> None:
         """One durable transaction: names out, names in. Blocks on the disk. Raises CatalogError.
@@ -118,6 +112,8 @@ class Catalog:
             with suppress(OSError), (self._path / _DATA).open("r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, wanted_bytes)
                 self._set_aside_bytes = wanted_bytes
+        with suppress(OSError):
+            self.file_bytes = sum(path.stat().st_blocks * 512 for path in self._path.iterdir())
 
     def _remove(self, deletes: Sequence[bytes]) -> None:
         """Names that go need pages for a moment: take those that new names don't get, and few at a time."""

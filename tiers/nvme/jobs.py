@@ -76,19 +76,17 @@ class WriteJob:
 
     rows: Int64s
     parts: list[WritePart]
+    """Without the frames of blocks whose parent isn't here, or whose namespace can't be listed: they get no name."""
     records: Records
     removal: Removal
     book: NameBook
     before: dict[int, tuple[WriteJob, int]]
     """By place in this job: where the parent is being written."""
-    wanted: NDArray[np.bool_] = field(init=False)
-    """Those that are first blocks or have a parent here, in a namespace that can be listed; others get no name."""
     durable: NDArray[np.bool_] = field(init=False)
     named: NDArray[np.bool_] = field(init=False)
     failure: Failure | None = None
 
     def __post_init__(self) -> None:
-        self.wanted = np.ones(len(self.rows), np.bool_)
         self.durable = np.zeros(len(self.rows), np.bool_)
         self.named = np.zeros(len(self.rows), np.bool_)
 
@@ -102,7 +100,7 @@ class WriteJob:
 
         A frame whose parent was not named is not named either.
         """
-        good = self.durable & self.wanted
+        good = self.durable.copy()
         for at, (job, place) in self.before.items():  # in order: a parent in the same job comes first
             good[at] &= bool(good[place] if job is self else job.named[place])
         done, failure = commit(self.book, self.records[good], self.removal)

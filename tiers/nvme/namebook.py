@@ -1,8 +1,9 @@
 """The numbers of namespaces, and the one way by which names become durable: first the namespaces they refer to.
 
 Namespaces lie in a file of their own and not in the catalog, which can be rebuilt without them but says little
-without them: ``[[number, digest in hex, description], ...]`` as JSON. The file has a bounded room: those without
-frames leave it when others need the room, and descriptions do before a namespace is turned away.
+without them: ``[[number, digest in hex, description], ...]`` as JSON. The file has a bounded room: those that
+have been without frames for a while leave it when others need the room, and descriptions do before a namespace is
+turned away.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ from collections.abc import Callable, Container, Mapping, Sequence
 
 import numpy as np
 
+from kvstore.clock import Clock, SystemClock
 from kvstore.errors import BadInputError
 from kvstore.tiers.nvme.catalog import Catalog, CatalogError
 from kvstore.tiers.nvme.files import Files
 from kvstore.tiers.nvme.health import means_full
 from kvstore.tiers.nvme.names import Records, items
 from kvstore.tiers.nvme.superblock import NAMESPACES
+
+IDLE_S = 10.0
+LOOK_S = 1.0
+"""Room is sought in a full list this often: there may be very many namespaces."""
 
 Described = tuple[bytes, str]
 """Digest and description of a namespace."""
@@ -43,8 +49,6 @@ class NameBook:
         self.catalog = catalog
         self.known = known
         """All that have a number, whether they are listed in the file or not."""
-        self.n_frames: Mapping[int, int] = {}
-        """How many frames each has; kept by whoever writes them."""
         self._files = files
         self._room_bytes = room_bytes
         self._is_there = is_there
@@ -52,8 +56,16 @@ class NameBook:
         self._listed = dict(known)
         self._listed_bytes = file_bytes(known)
         self._in_file = in_file
+        self._n_frames: Mapping[int, int] = {}
+        self._clock: Clock = SystemClock()
+        self._used_at_s = dict.fromkeys(known, 0.0)
+        self._looked_at_s = -LOOK_S
         self._lock = threading.Lock()
         self._committing = threading.Lock()
+
+    def watch(self, n_frames: Mapping[int, int], clock: Clock) -> None:
+        """``n_frames``: how many frames each has that has any, now and later."""
+        self._n_frames, self._clock = n_frames, clock
 
     def number(self, digest: bytes, description: str) -> int:
         """The number of a namespace; durable with the first ``commit`` of a frame in it.
@@ -73,10 +85,12 @@ class NameBook:
                 )
             self.known[number] = (digest, description)
             self._numbers[digest] = number
+        self._used_at_s[number] = self._clock.now_s()
         return number
 
     def keep(self, number: int) -> bool:
         """Whether a frame may now be written in this namespace, which is known."""
+        self._used_at_s[number] = self._clock.now_s()
         return number in self._listed or self._list(number, *self.known[number])
 
     def commit(self, records: Records, deletes: Sequence[bytes]) -> None:
@@ -94,7 +108,11 @@ class NameBook:
         """Find room in the file for a namespace, with its description if that can be."""
         if self._enter(number, digest, description):
             return True
-        self._unlist_idle()
+        now_s = self._clock.now_s()
+        if now_s - self._looked_at_s < LOOK_S:
+            return self._enter(number, digest, "")
+        self._looked_at_s = now_s
+        self._unlist_idle(now_s)
         if self._enter(number, digest, description):
             return True
         self._drop_descriptions()
@@ -112,9 +130,13 @@ class NameBook:
         self._listed_bytes += entry_bytes
         return True
 
-    def _unlist_idle(self) -> None:
+    def _unlist_idle(self, now_s: float) -> None:
+        """Those that have no frames, and had time to get some, leave the list."""
+        idle = [number for number in self._listed if not self._n_frames.get(number)]
         with self._lock:
-            for number in [number for number in self._listed if not self.n_frames.get(number)]:
+            for number in idle:
+                if now_s - self._used_at_s[number] < IDLE_S:
+                    continue
                 self._listed_bytes -= _entry_bytes(number, *self._listed.pop(number))
 
     def _drop_descriptions(self) -> None:

@@ -103,8 +103,9 @@ def _open(
     segments = _open_segments(files, superblock, directory)
     try:
         path = directory / CATALOG
-        if (directory / NAMESPACES).is_dir():
-            raise ConfigError(f"{str(directory / NAMESPACES)!r} is a directory: remove it")
+        listing = directory / NAMESPACES
+        if listing.is_dir() and not listing.is_symlink():
+            raise ConfigError(f"{str(listing)!r} is a directory: remove it")
         in_file = read_namespaces(files)
         records = _names_in(path, in_file)
         rebuilt = records is None and bool(segments)

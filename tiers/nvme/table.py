@@ -144,7 +144,7 @@ class FrameTable:
         if counts != self.counts:
             raise IntegrityError(f"NVMe slots by state are {counts}, counted {self.counts}")
         named = np.flatnonzero((self.state != FrameState.FREE) & (self.state != FrameState.RESERVED))
-        if +self.n_in_namespace != Counter(self.namespace[named].tolist()):
+        if self.n_in_namespace != Counter(self.namespace[named].tolist()):
             raise IntegrityError(f"NVMe slots by namespace aren't {self.n_in_namespace}")
         free = self._free[: self._n_free]
         if len(np.unique(free)) != counts[FrameState.FREE] or (self.state[free] != FrameState.FREE).any():
@@ -164,6 +164,8 @@ class FrameTable:
     def _count_namespaces(self, rows: Int64s, sign: int) -> None:
         for number, n in zip(*np.unique(self.namespace[rows], return_counts=True), strict=True):
             self.n_in_namespace[int(number)] += sign * int(n)
+            if not self.n_in_namespace[int(number)]:
+                del self.n_in_namespace[int(number)]
 
     def _grow(self, least: int) -> None:
         old = len(self.state)

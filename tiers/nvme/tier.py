@@ -97,7 +97,7 @@ class NvmeTier:
         self._writer = Writer(self._ledger, opened.book, self._counters)
         self._mover = Mover(self._ledger, opened.files, disk, opened.book, self._counters)
         self._reader = Reader(self._ledger, opened.files, self._counters)
-        opened.book.n_frames = self._ledger.table.n_in_namespace
+        opened.book.watch(self._ledger.table.n_in_namespace, clock)
         self._closed = False
         self._recovered: Recovered | None = self._take_in(opened)
 

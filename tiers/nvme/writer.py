@@ -56,18 +56,19 @@ class Writer:
         table.know(rows)
         above = table.find(table.parent[rows])
         table.first[rows] = above < 0 if firsts is None else firsts
+        wanted = table.first[rows] | (above >= 0)
+        wanted &= np.isin(namespaces, [n for n in np.unique(namespaces).tolist() if self._book.keep(n)])
         records = ledger.records(rows)
+        places = np.flatnonzero(wanted)
         parts = [
             WritePart(
                 segment.number, incarnation_of(segment), mine,
                 [Extent(int(table.page[rows[at]]) * PAGE_BYTES, buffers[at]) for at in mine.tolist()],
                 append_entries(segment, records[mine], self._book, ledger.geometry),
             )
-            for segment, mine in ledger.by_segment(rows)
+            for segment, mine in ((segment, places[among]) for segment, among in ledger.by_segment(rows[places]))
         ]  # fmt: skip
         job = WriteJob(rows, parts, records, ledger.take_removal(), self._book, {})
-        job.wanted = table.first[rows] | (above >= 0)
-        job.wanted &= np.isin(namespaces, [n for n in np.unique(namespaces).tolist() if self._book.keep(n)])
         self._places.update({row: (job, at) for at, row in enumerate(rows.tolist())})
         job.before = {at: self._places[row] for at, row in enumerate(above.tolist()) if row in self._places}
         self.n_running += 1

@@ -117,7 +117,8 @@ class Rig:
             return None
         keys, parents = keys[: len(slots)], parents[: len(slots)]
         seqs = self.tier.log_seqs(slots).tolist()
-        memory = [frame_of(k, p, pages, seq) for k, p, seq in zip(keys, parents, seqs, strict=True)]
+        digest = self.tier.namespaces()[self.number][0]
+        memory = [frame_of(k, p, pages, seq, digest) for k, p, seq in zip(keys, parents, seqs, strict=True)]
         buffers = [((int(m.ctypes.data), PAGE), (int(m.ctypes.data) + PAGE, (pages - 1) * PAGE)) for m in memory]
         n = len(slots)
         job = self.tier.begin_write(

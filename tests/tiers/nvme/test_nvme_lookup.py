@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.tiers.nvme.lookup import KeyLookup
+from kvstore.tiers.nvme import lookup as lookup_module
+from kvstore.tiers.nvme.lookup import Int64s, KeyLookup, Keys
+from kvstore.tiers.nvme.table import FrameTable
 
 
 def make_keys(n: int, n_low: int, seed: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
@@ -59,3 +64,62 @@ def test_it_does_not_grow_by_coming_and_going() -> None:
         lookup.add(keys, np.arange(100))
         lookup.remove(keys, np.arange(100))
     assert len(lookup._places) <= 4096
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_it_agrees_with_a_dict_while_it_is_moved(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table is moved a little at a time; meanwhile keys come, go and are found in both."""
+    monkeypatch.setattr(lookup_module, "_MOVED_LEAST", 1)
+    rng = np.random.default_rng(seed)
+    keys = rng.integers(0, 256, (12_000, 16), dtype=np.uint8)
+    keys[:, 2:8] = 0  # places are shared
+    lookup = KeyLookup()
+    there = np.zeros(len(keys), np.bool_)
+    n_moving = most_moved = 0
+    for step in range(600):
+        adding = rng.random() < (0.8 if step < 250 else 0.5)
+        pool = np.flatnonzero(there != adding)
+        rows = rng.permutation(pool)[: int(rng.integers(1, 60))]
+        before, old = lookup._n_moved, lookup._old
+        (lookup.add if adding else lookup.remove)(keys, rows)
+        there[rows] = adding
+        if lookup._old is not None and old is lookup._old:
+            most_moved = max(most_moved, (lookup._n_moved - before) // max(len(rows), 1))
+        n_moving += lookup._old is not None
+        wanted = rng.integers(0, len(keys), 200)
+        assert (lookup.find(keys, keys[wanted]) == np.where(there[wanted], wanted, -1)).all()
+        assert len(lookup) == there.sum()
+    assert n_moving > 20
+    assert most_moved <= 64
+    assert (lookup.find(keys, keys) == np.where(there, np.arange(len(keys)), -1)).all()
+
+
+def test_no_call_moves_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither while it grows nor while keys come and go: nobody can be served meanwhile."""
+    moved: list[int] = []
+    put = KeyLookup._put
+
+    def counted(self: KeyLookup, keys: Keys, rows: Int64s) -> None:
+        moved.append(len(rows))
+        put(self, keys, rows)
+
+    monkeypatch.setattr(KeyLookup, "_put", counted)
+    keys = np.random.default_rng(0).integers(0, 256, (200_000, 16), dtype=np.uint8)
+    lookup = KeyLookup()
+    for start in range(0, len(keys), 256):
+        lookup.add(keys, np.arange(start, min(start + 256, len(keys))))
+    for start in range(0, 4 * len(keys), 256):
+        rows = np.arange(start, start + 256) % len(keys)
+        lookup.remove(keys, rows)
+        lookup.add(keys, rows)
+    assert max(moved) <= 4096
+
+
+def test_the_table_of_slots_grows_by_bounded_steps() -> None:
+    table = FrameTable()
+    sizes = [0]
+    while sizes[-1] < 400_000:
+        table.take(5000)
+        sizes.append(len(table.state))
+    assert max(b - a for a, b in pairwise(sizes)) <= 1 << 16
+    table.check()
