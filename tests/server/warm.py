@@ -60,6 +60,7 @@ class Warm:
         self.path, self.holder = folder / "d.sock", folder / "h.sock"
         self.process: subprocess.Popen[bytes] | None = None
         self.said = ""
+        leave_out_others()
 
     def spawn(self, *more: str, dram: str = "8MiB") -> int:
         """Start, without waiting; returns the end to read that it is ready from."""
@@ -135,8 +136,20 @@ def child(target: Any, *args: Any) -> Iterator[tuple[Any, Connection]]:
     assert process.exitcode == 0, "the child ended badly"
 
 
+_of_others: set[str] = set()
+
+
+def leave_out_others() -> None:
+    """From now on don't count what this process still has of other tests' daemons."""
+    _of_others.update(_region_sizes(os.getpid()))
+
+
 def region_bytes(*pids: int) -> int:
     """Memory of all regions that these processes have open or mapped, each counted once."""
+    return sum(size for inode, size in _region_sizes(*pids).items() if inode not in _of_others)
+
+
+def _region_sizes(*pids: int) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for pid in pids:
         with contextlib.suppress(FileNotFoundError):
@@ -149,4 +162,4 @@ def region_bytes(*pids: int) -> int:
                 if "memfd:kvstore-region" in line:
                     start, end, inode = re.match(r"(\w+)-(\w+) \S+ \S+ \S+ (\d+)", line).groups()  # type: ignore[union-attr]
                     sizes.setdefault(inode, int(end, 16) - int(start, 16))
-    return sum(sizes.values())
+    return sizes
