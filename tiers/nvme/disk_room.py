@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from kvstore.clock import Clock
 from kvstore.tiers.nvme.files import Files
 
@@ -25,9 +27,7 @@ class DiskRoom:
         return self._clock.now_s() - self._looked_at_s >= LOOK_S
 
     def look(self) -> None:
-        """See how much there is now. Blocks; for any thread. No room where the file system doesn't say."""
+        """See how much there is now; if the file system does not say, what was known stays. Blocks; for any thread."""
         self._looked_at_s = self._clock.now_s()
-        try:
+        with suppress(OSError):
             self.free_bytes = max(self._files.disk_free_bytes() - self._kept_bytes, 0)
-        except OSError:
-            self.free_bytes = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ class SmallDisk(DirectFiles):
 
     free_bytes = 1 << 40
     looking_is_allowed = True
+    is_mute = False
 
     def create(self, name: str, size_bytes: int) -> int:
         handle = super().create(name, size_bytes)
@@ -30,6 +33,8 @@ class SmallDisk(DirectFiles):
 
     def disk_free_bytes(self) -> int:
         assert self.looking_is_allowed
+        if self.is_mute:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         return self.free_bytes
 
 
@@ -260,3 +265,14 @@ def test_the_list_of_what_may_be_moved_stays_small(rig: Any) -> None:
         keys += rig.put(1, chain=False)
     assert len(rig.tier._segments._by_charge) <= 2 * 24 + 64
     rig.tier.check()
+
+
+def test_a_file_system_that_does_not_say_changes_nothing(tight: Tight) -> None:
+    tight.fill(4)
+    tight.clock.advance(LOOK_S)
+    disk = tight.tier._segments._disk
+    before = disk.free_bytes
+    tight.disk.is_mute = True
+    disk.look()
+    assert disk.free_bytes == before > 0
+    assert len(tight.put(5)) == 5
