@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from time import perf_counter_ns
 
@@ -234,7 +235,7 @@ def _tier_eviction(figures: dict[str, float], n_blocks: int) -> None:
     }
     for name, evict in sides.items():
         alone = _chats(n_blocks, nvme=False)
-        ratio, tier_us, _ = _alternate(evict, lambda alone=alone: alone.evict(64), n_pairs)  # type: ignore[misc]
+        ratio, tier_us, _ = _alternate(evict, partial(alone.evict, 64), n_pairs)
         figures.update({f"evict_64_{name}_ratio": ratio, f"evict_64_{name}_us": tier_us})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -134,7 +135,7 @@ class ReplayClient:
         """Wait until the blocks of all requests since the last time are durable, as far as they can be."""
         for index in self._not_durable:
             prompt = work.prompt(self._workload, index)
-            done = self._timed("persist", lambda prompt=prompt: self._namespace.persist(prompt, PERSIST_S_MAX))  # type: ignore[misc]
+            done = self._timed("persist", partial(self._namespace.persist, prompt, PERSIST_S_MAX))
             if done.n_durable:
                 self.result.journal.acknowledge(index, done.n_durable)
         self._not_durable.clear()

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -336,7 +337,7 @@ class Offloader:
                 break
             if not each.naming:
                 each.naming = True
-                self._jobs.append(Job(Lane.CATALOG, each.job.name, lambda each=each: self._named(each)))  # type: ignore[misc]
+                self._jobs.append(Job(Lane.CATALOG, each.job.name, partial(self._named, each)))
 
     def _named(self, writing: Writing) -> None:
         self._writes.remove(writing)
@@ -413,7 +414,3 @@ class Offloader:
         parents = np.array(list(self._pending.values()), np.uint32)
         pins: list[At] = [np.array(list(self._pending), np.uint32), parents[parents != NO_PARENT]]
         return pins + [persist.ids for persist in self._persists]
-
-    def written_slots(self) -> list[NDArray[np.int64]]:
-        """NVMe slots that are being written."""
-        return [writing.slots for writing in self._writes]

@@ -11,6 +11,7 @@ nothing new is read before it has returned: the disk is stuck.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ ROOM_WAIT_S = 0.1
 ROOM_COMES_S = 2.0
 """The same while somebody waits for the blocks. Without room on its way nobody waits long: two requests that hold
 half of DRAM each would wait for one another."""
+
+log = logging.getLogger("kvstore.store")
 
 _FIRST_GUESS_BYTES_PER_S = 1e9
 _RATE_SHARE = 0.2
@@ -85,7 +88,11 @@ class _Reading:
     since_s: float
     n_bytes: int
     verified: NDArray[np.bool_] = field(init=False)
+    n_reads: int = 0
     late: bool = False
+
+    def __post_init__(self) -> None:
+        self.verified = np.zeros(len(self.ids), np.bool_)
 
     def run(self) -> None:
         self._read()
@@ -93,6 +100,7 @@ class _Reading:
             self._read()  # what failed may have been of the moment: a block is given up after the second time only
 
     def _read(self) -> None:
+        self.n_reads += 1
         self.job.run()
         self.verified = self.layout.verify(self.headers, self.payloads, self.keys, self.parents)
 
@@ -271,10 +279,14 @@ class Onboarder:
         self._dram.commit(slots[fresh], ids[fresh].astype(np.int64))
         index.add_dram(ids[fresh], slots[fresh])
         self._dram.free(slots[~fresh])
+        if reading.n_reads > 1:
+            self._counters.add("onboard_repeated_reads")
         bad = ~good & index.resident(ids, NVME) & (index.table.nvme_slot[ids.astype(np.intp)] == reading.nvme_slots)
         if bad.any():
-            self._counters.add("onboard_unreadable_blocks", int((bad & ~arrived).sum()))
-            self._counters.add("onboard_corrupt_blocks", int((bad & arrived).sum()))
+            n_unreadable, n_corrupt = int((bad & ~arrived).sum()), int((bad & arrived).sum())
+            self._counters.add("onboard_unreadable_blocks", n_unreadable)
+            self._counters.add("onboard_corrupt_blocks", n_corrupt)
+            log.warning("NVMe: %d blocks can't be read, %d are not what was written: they go", n_unreadable, n_corrupt)
             self._nvme.quarantine(index.break_nvme(ids[bad]))
         n_good = int(good.sum())
         self._counters.add("onboarded_blocks", n_good)

@@ -34,10 +34,12 @@ class PendingReclaim:
     reclaim: Reclaim
     ids: NDArray[np.uint32]
     dram: DramTier
+    copied: bool = False
 
     def copy(self) -> None:
         """Copy the bytes; changes no table, blocks for as long as the copy takes."""
         self.dram.copy_moves(self.reclaim)
+        self.copied = True
 
 
 class RoomMaker:
@@ -97,7 +99,6 @@ class RoomMaker:
         if len(own) == len(self._dram.regions):  # everything is the asker's: the order is all there is
             self._free(self._index.evict(short), asker)
             return max(n - self._dram.free_slots(*asker), 0)
-
         orphans = self._dram.orphan_regions()
         left_bytes = short * asker[2] + self._spare_bytes
 
@@ -144,8 +145,12 @@ class RoomMaker:
     def finish(self, pending: PendingReclaim) -> None:
         """The copy is done: index and tier switch to the new slots together.
 
-        A block that was leased meanwhile stays: its reader looks at the old slot.
+        A block that was leased meanwhile stays: its reader looks at the old slot. So does every one if the copy
+        was not made.
         """
+        if not pending.copied:
+            self.cancel(pending)
+            return
         moved = self._index.table.refs[pending.ids] == 1
         self._index.relocate(pending.ids[moved], pending.reclaim.moves.dst_slots[moved])
         self._dram.finish_reclaim(pending.reclaim, moved)

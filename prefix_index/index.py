@@ -158,11 +158,14 @@ class PrefixIndex:
 
     # Use -----------------------------------------------------------------------------------------
 
-    def touch(self, ids: At, now_s: float, category: int = 0) -> None:
-        """One access of blocks of one path, given from its head; the head counts as more recent."""
+    def touch(self, ids: At, now_s: float, category: int = 0, *, is_access: bool = True) -> None:
+        """Use of blocks of one path, given from its head; the head counts as more recent.
+
+        ``is_access=False``: it belongs to an access that was counted already.
+        """
         if len(ids):
             at = ids.astype(np.intp, copy=False)
-            self._used(at, now_s, category)
+            self._used(at, now_s, category, is_access=is_access)
             self._copies.changed(at, self._policy.accessed(at, now_s))
 
     def pin(self, ids: At) -> None:
@@ -323,11 +326,11 @@ class PrefixIndex:
 
     # Own -----------------------------------------------------------------------------------------
 
-    def _used(self, at: At, now_s: float, category: int) -> None:
+    def _used(self, at: At, now_s: float, category: int, *, is_access: bool = True) -> None:
         table = self.table
         table.last_use_s[at] = now_s
         table.category[at] = category
-        if table.nvme:
+        if table.nvme and is_access:
             table.hits[at] = np.minimum(table.hits[at], 254) + 1
 
     def _add(self, root_key: bytes, path: RowPath, stop: Stop, end: int, slots: NDArray[np.int64]) -> Ids:

@@ -381,6 +381,7 @@ class Daemon:
             "loop_lag_s_max": self._loop_lag_s_max,
             "uptime_s": self._clock.now_s() - self._started_s,
             "jobs_running": float(self._pump.n_running),
+            "jobs_failed": float(self._pump.n_failed),
         }
         return numbers, {
             "server_version": __version__,

@@ -35,6 +35,8 @@ class JobPump:
         self._quiet.set()
         self.n_running = 0
         """Jobs that were handed to a lane and have not come back."""
+        self.n_failed = 0
+        """Jobs that raised, which none may. Each is logged; above 0 the daemon has a fault."""
 
     def pump(self) -> None:
         """Hand out the jobs that wait. Cheap if there are none; never blocks."""
@@ -76,6 +78,7 @@ class JobPump:
             try:
                 job.run()
             except BaseException:
+                self.n_failed += 1
                 log.exception("a %s job failed where none may", job.lane.value)
             self._ran.append(job)
             if not self._woken:
@@ -91,6 +94,8 @@ class JobPump:
             try:
                 job.done()
             except Exception:
+                # The daemon goes on: what it holds for this job stays as it is, and clients get misses.
+                self.n_failed += 1
                 log.exception("a %s job could not be taken in", job.lane.value)
         self.pump()
         if not self.n_running:

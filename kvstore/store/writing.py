@@ -144,7 +144,8 @@ class Writing(StoreParts):
         fresh = slots[inserted.is_new]
         self.dram.commit(fresh, inserted.ids[inserted.is_new].astype(np.int64))
         whole_path = self._path_to(reservation, inserted.ids)
-        self._touch(whole_path, reservation)
+        # No access more: the insertion counts for new blocks, the lookup before it for the others.
+        self.index.touch(whole_path, reservation.time_s, reservation.category, is_access=False)
         reservation.slots = np.concatenate([slots[~inserted.is_new], reservation.slots[n_blocks:]])
         self._drop_reservation(reservation, session_id)
         n_duplicate = int(len(slots) - len(fresh))
@@ -154,14 +155,6 @@ class Writing(StoreParts):
         if self.hierarchy is not None:
             self.hierarchy.offloader.accessed(whole_path)
         return Commit(len(fresh), n_duplicate)
-
-    def _touch(self, ids: Ids, reservation: Reservation) -> None:
-        """The path was used now. That is no access more: insertion counts new blocks, the lookup before the others."""
-        table = self.index.table
-        counted = table.hits[ids] if self.hierarchy is not None else None
-        self.index.touch(ids, reservation.time_s, reservation.category)
-        if counted is not None:
-            table.hits[ids] = counted
 
     def _path_to(self, reservation: Reservation, ids: Ids) -> Ids:
         """Blocks of a prompt up to ``ids``, which were just stored."""

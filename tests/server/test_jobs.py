@@ -144,6 +144,7 @@ def test_a_job_that_fails_where_none_may_is_logged_and_the_others_go_on(caplog: 
         jobs.append(Job(Lane.CATALOG, lambda: None, lambda: done.append("last")))
         assert await quiet(pump)
         assert done == ["first", "last"]
+        assert pump.n_failed == 2
 
     with caplog.at_level(logging.ERROR):
         in_loop(body)

@@ -273,3 +273,48 @@ def test_blocks_being_moved_are_not_evicted_and_one_move_runs_at_a_time(make_rig
     pending.copy()
     rig.store.finish_reclaim(pending)
     content(rig, prompts)
+
+
+def test_blocks_of_a_writer_that_is_gone_go_in_their_turn_and_not_all_at_once(make_rig: MakeRig) -> None:
+    """An engine that starts again finds what it stored before, less what its new blocks need."""
+    rig = make_rig(capacity_bytes=1024 * KIB, region_bytes=64 * KIB)
+    old = [rig.rows(4, tag=tag) for tag in range(1, 65)]  # all of DRAM
+    for prompt in old:
+        assert rig.put(ALICE, prompt).n_committed == 4
+    rig.store.forget_session(ALICE)
+    for tag in range(100, 116):
+        assert rig.put(BOB, rig.rows(4, tag=tag)).n_committed == 4
+    found = [rig.found(prompt) for prompt in old]
+    # 64 new blocks and at most as much again as makes a region empty.
+    assert sum(found) >= 256 - 64 - 2 * 16
+    assert found == sorted(found), "the oldest go first"
+    assert [rig.found(rig.rows(4, tag=tag)) for tag in range(100, 116)] == [4] * 16
+
+
+def test_a_move_whose_copy_was_not_made_moves_nothing(make_rig: MakeRig) -> None:
+    """Whatever kept the copy from being made: readers go on with the bytes where they are."""
+    rig = make_rig(capacity_bytes=64 * KIB, region_bytes=16 * KIB, starter_bytes=8 * KIB)
+    prompts = [rig.rows(1, tag=tag) for tag in range(1, 17)]
+    for at, prompt in enumerate(prompts):
+        rig.put(ALICE if at % 2 else BOB, prompt)
+    other = rig.namespace(block_bytes=8 * KIB)
+    reservation = rig.store.begin_reserve(EVE, rig.rows(2, tag=90, namespace=other), 0, 2)
+    pending = rig.store.make_room(reservation)
+    for _ in range(8):
+        if pending is not None:
+            break
+        rig.unmap_retired()
+        pending = rig.store.make_room(reservation)
+    assert pending is not None
+    before = {tag: rig.found(prompt) for tag, prompt in enumerate(prompts)}
+    n_moved = rig.store.counters["moved_blocks"]
+    rig.store.finish_reclaim(pending)
+    assert rig.store.counters["moved_blocks"] == n_moved
+    rig.store.check()
+    for tag, prompt in enumerate(prompts):
+        assert rig.found(prompt) == before[tag]
+        if before[tag]:
+            lease = rig.store.lease(DAN, prompt)
+            assert rig.bytes_at(rig.slots_of(lease)) == rig.expected(prompt, 1)
+            rig.store.release(DAN, lease.id)
+    rig.store.abort(EVE, reservation.id)
