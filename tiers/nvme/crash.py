@@ -108,6 +108,7 @@ class CrashFiles(Files):
         catalog: str = "catalog",
     ) -> None:
         self.inner = inner
+        self.direct = inner.direct
         self.crash_at = crash_at
         self.at_point = at_point
         self.points: list[str] = []

@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import stat
@@ -40,6 +41,8 @@ DEPTH = 8
 
 SMALL_BYTES_MAX = 64 << 20
 """No small file is larger."""
+
+log = logging.getLogger("kvstore.nvme")
 
 _PROBE = ".direct.probe"
 _NEW = ".new"
@@ -60,6 +63,10 @@ class DirectFiles(Files):
         self.directory = directory
         self.direct = True
         self.direct = self._probe()
+        if not self.direct:
+            log.warning(
+                "the file system of %s knows no direct I/O: reads and writes go through the page cache", directory
+            )
         self._pool = ThreadPoolExecutor(max(depth - 1, 1), thread_name_prefix="nvme")
         self._depth = depth
 

@@ -66,6 +66,7 @@ class FaultyFiles(Files):
 
     def __init__(self, inner: Files, seed: int = 0) -> None:
         self.inner = inner
+        self.direct = inner.direct
         self.counts: Counter[str] = Counter()
         self._rng = np.random.default_rng(seed)
         self._faults: list[Fault] = []

@@ -76,6 +76,9 @@ class Files(Protocol):
     there, and BadInputError for a name with a folder in it.
     """
 
+    direct: bool
+    """Whether the page cache is bypassed, as far as is known."""
+
     def create(self, name: str, size_bytes: int) -> int:
         """Make and open a new file of this size with its room set aside; reads as zeros. Returns its handle.
 

@@ -306,6 +306,7 @@ class NvmeTier:
             "free_segments": self._segments.n_free,
             "catalog_bytes": self._opened.book.catalog.file_bytes,
             "health": self.health,
+            "direct_io": int(self._files.direct),
             **self._opened.facts,
             **self._counters.snapshot(),
         }

@@ -63,7 +63,7 @@ def test_files_are_opened_past_the_page_cache(files: DirectFiles) -> None:
     assert files.names() == ["a"], "the probe is gone"
 
 
-def test_without_unbuffered_access_it_says_so_and_works(tmp_path: Path) -> None:
+def test_without_unbuffered_access_it_says_so_and_works(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     mount = ctypes.CDLL(None, use_errno=True).mount
     path = tmp_path / "ramfs"
     path.mkdir()
@@ -72,6 +72,7 @@ def test_without_unbuffered_access_it_says_so_and_works(tmp_path: Path) -> None:
     try:
         files = DirectFiles(path)
         assert not files.direct
+        assert "no direct I/O" in caplog.text
         assert files.names() == []
         handle = files.create("a", 4 * S)
         assert not fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT
