@@ -69,7 +69,7 @@ class Daemon:
             self._listening.close()
             raise
         self._started_s = self._clock.now_s()
-        self._pump = JobPump(self._loop, self.store.jobs)
+        self._pump = JobPump(self._loop, self.store.jobs, self.store.pump)
         self._answers = Answers(self._loop, self._dispatch, self._after_request)
         self.sessions = Sessions(self._loop.add_reader, self._loop.remove_reader)
         self._adopt_sessions()
@@ -80,6 +80,7 @@ class Daemon:
         self._tick_handle: asyncio.TimerHandle | None = None
         self._tick_due_s = 0.0
         self._loop_lag_s_max = 0.0
+        self._pump_is_due = False
         self._asked_to_unmap: dict[int, set[int]] = {}
 
     def start(self) -> None:
@@ -315,6 +316,13 @@ class Daemon:
 
     def _after_request(self) -> None:
         self._succession.after_request(self.store)
+        if self.store.has_work and not self._pump_is_due:
+            self._pump_is_due = True
+            self._loop.call_soon(self._pump_now)
+
+    def _pump_now(self) -> None:
+        """After the answer: nobody waits for what the store does behind the request's back."""
+        self._pump_is_due = False
         self._pump.pump()
 
     # Time ----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 
 from kvstore.jobs import Job, Jobs, Lane
@@ -24,8 +24,10 @@ log = logging.getLogger("kvstore.server")
 class JobPump:
     """Runs what the store puts into ``jobs`` and hands it back. Call its methods on the loop's thread only."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, jobs: Jobs) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, jobs: Jobs, feed: Callable[[], None]) -> None:
+        """``feed`` puts what has become ready into ``jobs``."""
         self._loop = loop
+        self._feed = feed
         self._jobs = jobs
         self._queues: dict[Lane, SimpleQueue[Job | None]] = {}
         self._ran: deque[Job] = deque()
@@ -40,6 +42,7 @@ class JobPump:
 
     def pump(self) -> None:
         """Hand out the jobs that wait. Cheap if there are none; never blocks."""
+        self._feed()
         jobs = self._jobs
         while jobs and not self._closed:
             job = jobs.popleft()

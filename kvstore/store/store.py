@@ -99,6 +99,16 @@ class Store(Reading, Writing):
         """After ``job.run()``: takes the result in; further jobs may follow."""
         job.done()
 
+    @property
+    def has_work(self) -> bool:
+        """Whether jobs wait, or ``pump`` would make some. Cheap."""
+        return bool(self.jobs) or (self.hierarchy is not None and self.hierarchy.offloader.has_work)
+
+    def pump(self) -> None:
+        """Make jobs of what requests have queued: it need not keep them waiting for their answer."""
+        if self.hierarchy is not None and self.hierarchy.offloader.has_work:
+            self.hierarchy.offloader.pump()
+
     def tick(self) -> None:
         """Deadlines of disk reads and writes, retries, upkeep; call it often (every 50 ms)."""
         if self.hierarchy is not None:

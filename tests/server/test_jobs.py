@@ -23,7 +23,7 @@ def in_loop(body: Callable[[JobPump, Jobs], Any]) -> None:
 
     async def main() -> None:
         jobs = Jobs()
-        pump = JobPump(asyncio.get_running_loop(), jobs)
+        pump = JobPump(asyncio.get_running_loop(), jobs, lambda: None)
         try:
             await body(pump, jobs)
         finally:

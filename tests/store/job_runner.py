@@ -23,6 +23,7 @@ class JobRunner:
 
     def take(self) -> None:
         """Fetch what the store has handed out."""
+        self._store.pump()
         while self._store.jobs:
             self.waiting.append(self._store.jobs.popleft())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.jobs import Lane
-from kvstore.offload import WRITES_MAX, WritePolicy
+from kvstore.offload import UNNAMED_MAX, WRITES_MAX, WritePolicy
 from kvstore.store.hierarchy import WriteBehind
 from tests.store.two_tier import KIB, MIB, Settings, Sizes, TwoTierRig, nvme_bytes_for
 
@@ -191,7 +191,8 @@ def test_few_batches_are_on_their_way_at_a_time(make: MakeStore, monkeypatch: py
     rig.put(ALICE, prompt)
     n_jobs = 0
     while jobs := rig.jobs.runnable():
-        assert len(rig.jobs.waiting) <= WRITES_MAX
+        assert sum(job.lane is Lane.WRITE for job in rig.jobs.waiting) <= WRITES_MAX
+        assert len(rig.jobs.waiting) <= UNNAMED_MAX
         for job in reversed(jobs):  # the later one is faster
             rig.jobs.run(job)
             n_jobs += 1
