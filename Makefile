@@ -5,9 +5,10 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 RUNS   := $(VENV)/.ready-to-run
 SOURCES := pyproject.toml kvstore/native/streamcopy.c
+ENGINES := .venv-engines
 RESULTS ?= results
 
-.PHONY: run test check lint types docs-check proto bench crash-long soak clean
+.PHONY: run test test-engines check lint types docs-check proto bench crash-long fuzz soak clean
 
 # The demo needs a small part of what the tests need, and takes what is there already.
 run: $(if $(wildcard $(READY)),$(READY),$(RUNS))
@@ -15,6 +16,10 @@ run: $(if $(wildcard $(READY)),$(READY),$(RUNS))
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# With a real vLLM, in an environment of its own (4 GB): see docs/engines/vllm.md.
+test-engines: $(ENGINES)/.ready
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -c tests/engines/pytest.ini tests/engines
 
 check: lint types docs-check test
 
@@ -31,11 +36,15 @@ docs-check: $(READY)
 bench: $(READY)
 	$(BIN)/kvstore bench bandwidth --output $(RESULTS)/bandwidth
 	$(BIN)/kvstore bench index --output $(RESULTS)/index
+	$(BIN)/kvstore bench hybrid --output $(RESULTS)/hybrid
 	$(BIN)/kvstore replay --output $(RESULTS)/replay
 
 # Long runs. Every sync point of more workloads under more seeds; replays with a killed daemon under every write policy.
 crash-long: $(READY)
 	KVSTORE_CRASH_SEEDS=20 $(BIN)/python -m pytest tests/store/test_crash_points.py --timeout 0
+
+fuzz: $(READY)
+	KVSTORE_FUZZ_FRAMES=100000 $(BIN)/python -m pytest tests/server/test_wire_fuzz.py --timeout 0
 
 soak: $(READY)
 	for policy in through back selective; do \
@@ -44,10 +53,17 @@ soak: $(READY)
 	done
 
 proto: $(READY)
-	$(BIN)/python -m grpc_tools.protoc -I kvstore/wire --python_out=kvstore/wire --pyi_out=kvstore/wire kvstore/wire/kvstore.proto
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. kvstore/wire/kvstore.proto kvstore/wire/service.proto
 
 $(READY): $(SOURCES)
 	$(call install,dev)
+
+$(ENGINES)/.ready: $(SOURCES) tests/engines/install.py
+	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	@echo "installing vLLM for the CPU into $(ENGINES) (the first time this takes minutes)"
+	@$(ENGINES)/bin/python -m pip install -qq --upgrade pip packaging
+	@$(ENGINES)/bin/python tests/engines/install.py
+	@touch $@
 
 $(RUNS): $(SOURCES)
 	$(call install,bench)
@@ -66,4 +82,4 @@ define install
 endef
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info kvstore/native/*.so results
+	rm -rf $(VENV) $(ENGINES) build dist *.egg-info kvstore/native/*.so results

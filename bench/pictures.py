@@ -11,6 +11,7 @@ from kvstore.bench.bandwidth_lookup import LookupRow
 from kvstore.bench.bandwidth_nvme import NvmeReport
 from kvstore.bench.bandwidth_row import Row
 from kvstore.bench.generate import TokenTrace
+from kvstore.bench.grpc_stream import GrpcReport
 from kvstore.bench.replay_result import ReplayResult
 from kvstore.bench.simulate import HitCounts, SweepPoint
 from kvstore.bench.simulation_report import SimulationReport
@@ -143,6 +144,48 @@ def draw_index(path: Path, figures: Mapping[str, float]) -> None:
     right.set_xlabel("bytes a block, beside its row")
     figure.suptitle("Prefix index: time of a match and memory of a block")
     _save(figure, path)
+
+
+def draw_metrics(path: Path, figures: Mapping[str, float]) -> None:
+    """Speed with metrics as a share of the speed without."""
+    figure, axes = _new_figure(8.0, 3.0)
+    names = ["read", "lease"]
+    values = [figures[f"{name}_ratio"] for name in names]
+    low = [figures[f"{name}_ratio"] - figures[f"{name}_ratio_low"] for name in names]
+    bars = axes.barh(names, values, xerr=[low, [0.0] * len(names)], color=_BLUE)
+    axes.bar_label(bars, fmt="%.3f", padding=3)
+    axes.axvline(1, color=_GREY, linestyle=":")
+    axes.invert_yaxis()
+    axes.set_xlabel("time without metrics / time with them and a scrape (95% bound)")
+    figure.suptitle("Cost of metrics")
+    _save(figure, path)
+
+
+def draw_grpc(path: Path, report: GrpcReport) -> None:
+    """Streams as a share of bare ones; how long calls take with one client and with many."""
+    figure, (left, right) = _new_figure(13.0, 5.0, columns=2, widths=(3, 2))
+    _draw_ratios(left, report.rows, "Blocks (GB/s on the bars)", "bare gRPC stream of the same chunks")
+    crowd = report.crowd
+    latencies = {f"{name}, 1 client": latency for name, latency in report.calls.items()}
+    latencies |= {f"{name}, {crowd.clients} clients": latency for name, latency in crowd.latency.items()}
+    names = list(latencies)
+    p50, p99 = ([getattr(latency, what) / 1e3 for latency in latencies.values()] for what in ("p50_us", "p99_us"))
+    bars = right.barh(names, p99, color=_SKY, label="p99")
+    right.barh(names, p50, color=_BLUE, label="p50")
+    labels = [f"{low:,.{_decimals(low)}f} / {high:,.{_decimals(high)}f}" for low, high in zip(p50, p99, strict=True)]
+    right.bar_label(bars, labels, padding=3, fontsize=7)
+    right.set_xscale("log")
+    right.set_xlim(right=max(p99) * 8)
+    right.invert_yaxis()
+    right.set_xlabel("ms, p50 / p99 on the bars")
+    right.set_title(f"Calls; {crowd.n_lost} of {crowd.n_calls:,} lost", fontsize=10)
+    right.legend(fontsize=7.5, frameon=False, loc="upper right")
+    figure.suptitle(f"gRPC: {report.pairs} pairs, batches of {_size(report.batch_bytes)}")
+    _save(figure, path)
+
+
+def _decimals(value: float) -> int:
+    return 1 if value < 100 else 0
 
 
 def _curve(axes: Any, points: Sequence[SweepPoint], name: str, label: str, color: str, style: str) -> None:

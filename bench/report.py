@@ -20,6 +20,8 @@ from rich.table import Table
 
 from kvstore.bench.bandwidth import BandwidthReport
 from kvstore.bench.bandwidth_nvme import NvmeReport
+from kvstore.bench.grpc_stream import GrpcReport
+from kvstore.bench.hybrid import HybridReport
 from kvstore.bench.replay_crash import CrashReport
 from kvstore.bench.replay_result import ReplayResult
 from kvstore.bench.simulate import HitCounts, Progress
@@ -208,6 +210,58 @@ def bandwidth_tables(report: BandwidthReport | None, nvme: NvmeReport | None = N
 def index_table(figures: Mapping[str, float]) -> Table:
     """The index's figures, one a row."""
     return _facts_table("Prefix index", [(name.replace("_", " "), f"{value:,.2f}") for name, value in figures.items()])
+
+
+def metrics_table(figures: Mapping[str, float]) -> Table:
+    """What metrics cost, one figure a row."""
+    rows = [(name.replace("_", " "), f"{value:,.3f}") for name, value in figures.items()]
+    return _facts_table("Metrics: time off / time on", rows)
+
+
+def grpc_tables(report: GrpcReport) -> list[Table]:
+    """Streams beside bare ones, single calls, many clients."""
+    title = f"gRPC, batches of {format_size(report.batch_bytes)}; ratio: median of {report.pairs} pairs' ratios"
+    streams = Table("operation", "block", "GB/s", "bare GB/s", "ratio", "95% low", title=title)
+    for row in report.rows:
+        shown = [f"{value:.2f}" for value in (row.gb_per_s, row.limit_gb_per_s, row.ratio, row.ratio_low)]
+        streams.add_row(row.name, format_size(row.block_bytes), *shown)
+    crowd = report.crowd
+    calls = Table("call", "clients", "calls", "p50 µs", "p99 µs", title="Calls")
+    timings = [(name, 1, latency) for name, latency in report.calls.items()]
+    timings += [(name, crowd.clients, latency) for name, latency in crowd.latency.items()]
+    for name, clients, latency in timings:
+        calls.add_row(name, f"{clients:,}", f"{latency.n:,}", f"{latency.p50_us:,.0f}", f"{latency.p99_us:,.0f}")
+    for table in (streams, calls):
+        for column in table.columns[1:]:
+            column.justify = "right"
+    facts = [
+        ("calls", f"{crowd.n_calls:,}"),
+        ("calls per second", f"{crowd.calls_per_s:,.0f}"),
+        ("lost", _alarm(crowd.n_lost)),
+        ("mismatches", _alarm(crowd.mismatches)),
+    ]
+    return [streams, calls, _facts_table(f"{crowd.clients:,} clients at once", facts)]
+
+
+def hybrid_table(report: HybridReport) -> Table:
+    """Hits of a hybrid model, by the way its blocks are stored."""
+    options = report.options
+    facts = [
+        ("model", options.model),
+        ("DRAM", f"{format_size(report.dram_bytes)} ({options.dram_percent:g} % of all blocks in one piece)"),
+        ("requests", f"{report.by_group.requests:,}"),
+        ("token hit ratio, whole blocks (simulated)", f"{report.whole.token_hit_ratio:.4f}"),
+        ("token hit ratio, groups by themselves (simulated)", f"{report.by_group.token_hit_ratio:.4f}"),
+    ]
+    if report.daemon is not None:
+        facts += [
+            ("token hit ratio, groups by themselves (daemon)", f"{report.daemon.token_hit_ratio:.4f}"),
+            ("blocks of hits read from NVMe", f"{report.daemon.nvme_block_hits:,}"),
+            ("bytes compared", format_size(report.bytes_read)),
+            ("mismatches", _alarm(report.mismatches)),
+            ("blocks not stored", _alarm(report.skipped_blocks)),
+        ]
+    return _facts_table("Hybrid model", facts)
 
 
 class PipeConsole(Console):

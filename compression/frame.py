@@ -2,7 +2,7 @@
 
 A frame is a header (what block this is, where each page group of each layer lies, checksums) and a payload, each
 padded to 4096 bytes. docs/FORMAT.md gives it byte by byte. ``frame_format`` has the records, ``frame_header`` reads one
-header, ``frame_layout`` writes and verifies batches of a namespace's frames, ``frame_checksum`` hashes raw memory.
+header, ``frame_layout`` writes and verifies batches of a namespace's frames.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvstore.compression.frame_checksum import checksums
 from kvstore.compression.frame_format import (
     CHECKSUM_BYTES,
     CODEC_RAW,
@@ -31,6 +30,7 @@ from kvstore.compression.frame_format import (
     PlaneKind,
     padded,
 )
+from kvstore.native.checksum import checksums
 from kvstore.types import GroupKind
 
 Buffer = bytes | bytearray | memoryview

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.compression.frame_checksum import checksums
 from kvstore.compression.frame_format import (
     CHECKSUM_BYTES,
     CODEC_RAW,
@@ -43,6 +42,7 @@ from kvstore.compression.frame_format import (
 )
 from kvstore.errors import BadInputError
 from kvstore.native import aligned_bytes, row_addresses
+from kvstore.native.checksum import checksums
 from kvstore.types import KEY_BYTES, GroupKind, KVGroup, KVSpec
 
 PAGE_GROUP_BYTES_LEAST = 16 << 10

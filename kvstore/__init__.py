@@ -13,7 +13,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from kvstore.client import (
         Client,
+        FamilyHandle,
+        FamilyLease,
         GetResult,
+        HybridHandle,
+        HybridLease,
         Lease,
         Match,
         NamespaceHandle,
@@ -24,16 +28,22 @@ if TYPE_CHECKING:
         WaitRule,
         WriteReservation,
     )
+    from kvstore.client.aio import AsyncClient
+    from kvstore.embedded import Embedded, open  # noqa: A004 - as in gzip or tarfile
+    from kvstore.hints import Hints
     from kvstore.types import ExtraKey, GroupKind, KVGroup, KVSpec, Namespace, Root, RowKind, Shard
 
 _HOME = {
     **dict.fromkeys(
         (
-            "Client", "GetResult", "Lease", "Match", "NamespaceHandle", "Persist", "Pinned", "Prefetch", "PutResult",
-            "WaitRule", "WriteReservation",
+            "Client", "FamilyHandle", "FamilyLease", "GetResult", "HybridHandle", "HybridLease", "Lease", "Match",
+            "NamespaceHandle", "Persist", "Pinned", "Prefetch", "PutResult", "WaitRule", "WriteReservation",
         ),
         "kvstore.client",
     ),
+    "AsyncClient": "kvstore.client.aio",
+    **dict.fromkeys(("Embedded", "open"), "kvstore.embedded"),
+    "Hints": "kvstore.hints",
     **dict.fromkeys(
         ("ExtraKey", "GroupKind", "KVGroup", "KVSpec", "Namespace", "Root", "RowKind", "Shard"),
         "kvstore.types",
@@ -41,9 +51,10 @@ _HOME = {
 }  # fmt: skip
 
 __all__ = [
-    "Client", "ExtraKey", "GetResult", "GroupKind", "KVGroup", "KVSpec", "Lease", "Match", "Namespace",
-    "NamespaceHandle", "Persist", "Pinned", "Prefetch", "PutResult", "Root", "RowKind", "Shard", "WaitRule",
-    "WriteReservation", "__version__",
+    "AsyncClient", "Client", "Embedded", "ExtraKey", "FamilyHandle", "FamilyLease", "GetResult", "GroupKind",
+    "Hints", "HybridHandle", "HybridLease", "KVGroup", "KVSpec", "Lease", "Match", "Namespace", "NamespaceHandle",
+    "Persist", "Pinned", "Prefetch", "PutResult", "Root", "RowKind", "Shard", "WaitRule", "WriteReservation",
+    "__version__", "open",
 ]  # fmt: skip
 
 

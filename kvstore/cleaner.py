@@ -33,7 +33,7 @@ class Cleaner:
         ids = self._index.coldest(CLEAN_BLOCKS_MAX)
         ahead = np.cumsum(self._index.table.size_bytes[ids.astype(np.intp)], dtype=np.int64)
         ids = ids[: max(1, int(np.searchsorted(ahead, self._clean_bytes)))]
-        self._write(ids[~self._index.resident(ids, NVME)])
+        self._write(ids[~self._index.resident(ids, NVME) & ~self._index.parts.is_spare(ids)])
 
     def drain(self) -> bool:
         """Before the end: queue what only DRAM holds, most valued first; True once nothing is left to write.
@@ -45,6 +45,7 @@ class Cleaner:
         if self._offloader.has_much_room:
             table, alive = self._index.table, self._index.table.alive()
             ids = alive[self._index.resident(alive, DRAM) & ~self._index.resident(alive, NVME)]
+            ids = ids[~self._index.parts.is_spare(ids)]
             ids = ids[np.argsort(-table.rank[ids], kind="stable")]
             fits = np.cumsum(table.size_bytes[ids], dtype=np.int64) <= self._offloader.queue_bytes_max // 2
             self._write(ids[fits])

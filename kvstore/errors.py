@@ -11,6 +11,7 @@
     |   +-- SocketInUseError    another daemon already serves this socket
     +-- EndedError              a lease or reservation whose right has ended
     |   +-- SessionEndedError   the whole session was cut off; say hello again
+    +-- DeniedError             this token, certificate or tenant may not do that
     +-- IntegrityError          bytes or structures that contradict each other
 
 Every message says what was wrong, with which value, and what to do about it.
@@ -20,7 +21,9 @@ from __future__ import annotations
 
 
 class KVStoreError(Exception):
-    """Base of all errors raised by this package."""
+    """Base of all errors raised by this package. ``logged``: who reads the log has been told of it already."""
+
+    logged = False
 
 
 class BadInputError(KVStoreError, ValueError):
@@ -28,7 +31,11 @@ class BadInputError(KVStoreError, ValueError):
 
 
 class ConfigError(BadInputError):
-    """A setting is unknown, of the wrong type or out of range."""
+    """A setting is unknown, of the wrong type or out of range; ``settings`` names the fields, where that is known."""
+
+    def __init__(self, message: str, settings: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.settings = settings
 
 
 class SpecMismatchError(BadInputError):
@@ -61,6 +68,10 @@ class EndedError(KVStoreError):
 
 class SessionEndedError(EndedError):
     """The session was cut off (no heartbeat for too long) or never was."""
+
+
+class DeniedError(KVStoreError):
+    """The daemon does not let this client in, or not as this tenant: no token, a wrong one, another's."""
 
 
 class IntegrityError(KVStoreError):

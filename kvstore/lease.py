@@ -11,11 +11,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.errors import BadInputError
+from kvstore.hints import Hints
 from kvstore.prefix_index.rows import RowPath
 
 
@@ -42,6 +44,14 @@ class Claim:
         return self.holders.get(session_id, False) and now_s < self.deadline_s
 
 
+class HeldPart(NamedTuple):
+    """Parts of blocks that a lease holds: those numbered ``number`` of the ``n`` blocks from ``first_block`` on."""
+
+    number: int
+    first_block: int
+    n: int
+
+
 @dataclass(slots=True)
 class Lease(Claim):
     """The right to read blocks in place. ``ids`` are pinned in the index until the hold ends."""
@@ -54,13 +64,36 @@ class Lease(Claim):
     """Blocks that matched too but are not in DRAM (yet)."""
     n_nvme: int = 0
     """Of the blocks held: those that were read from NVMe for it."""
+    shards: tuple[bytes, ...] = ()
+    """Over a family: the digest of each shard. ``ids`` are equally many blocks of each, in this order."""
+    parts: tuple[HeldPart, ...] = ()
+    """Of a hybrid namespace: what ``ids`` has behind the blocks."""
+
+    @property
+    def n_held(self) -> int:
+        """Blocks of the prompt that it holds, of each shard."""
+        return (len(self.ids) - sum(part.n for part in self.parts)) // max(len(self.shards), 1)
+
+    @property
+    def first_block(self) -> int:
+        """The block of the prompt that the first one held is."""
+        return self.n_blocks + (self.partial_tokens > 0) - self.n_held
+
+    def ids_of(self, shard: bytes) -> NDArray[np.integer[Any]]:
+        """The blocks of one shard. Raises BadInputError if the lease is not over a family with this shard."""
+        if shard not in self.shards:
+            whose = f"has {len(self.shards)} shards, and not" if self.shards else "is over one namespace, without"
+            raise BadInputError(f"lease {self.id} {whose} shard {shard.hex()!r:.40}: name one it was taken for")
+        start = self.shards.index(shard) * self.n_held
+        return self.ids[start : start + self.n_held]
 
 
 @dataclass(slots=True)
 class Pin(Claim):
-    """Blocks that must stay, without a right to read them."""
+    """Blocks that must stay, without a right to read them. ``n_blocks``: of the prompt, if it isn't all ``ids``."""
 
     ids: NDArray[np.integer[Any]]
+    n_blocks: int | None = None
 
 
 class RoomRequest(Protocol):
@@ -96,12 +129,22 @@ class Reservation(Claim):
     prefix_ids: NDArray[np.integer[Any]]
     time_s: float
     category: int = 0
+    part: int = 0
+    """Which part of the blocks it is for, see ``OpenNamespace.parts``."""
+    root: tuple[str, str] = ("", "")
+    """Salt and LoRA identity, of which ``root_key`` is made."""
+    hints: Hints | None = None
     skipped_reason: str = ""
     slots: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     quarantined: bool = False
     evict_bytes_left: int = -1
     leaving_bytes_before: int = 0
     moved: bool = False
+
+    @property
+    def owner(self) -> int:
+        """The session that holds it: the writer, or the one that the daemon writes for."""
+        return next(iter(self.holders))
 
 
 ClaimT = TypeVar("ClaimT", bound=Claim)

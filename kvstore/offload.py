@@ -55,6 +55,10 @@ class Persist(Awaited):
     def __init__(self, ids: Ids, waiting: list[int]) -> None:
         super().__init__(ids, waiting)
         self.rest = deque(waiting)
+        self.n_blocks = len(ids)
+        """Blocks of the prompt that it is about; with parts of blocks there are more ``ids``."""
+        self.n_durable: Callable[[], int] | None = None
+        """Says how many are durable where that isn't simply the leading ones of ``ids``."""
 
 
 class Offloader:
@@ -121,6 +125,11 @@ class Offloader:
         """How many frames NVMe would have to give up for these blocks, taken to be of one size."""
         storable = [block for block in ids.tolist() if self._fits_layout(block)]
         return self._nvme.short_of(self._frame_bytes(storable[0]), len(storable)) if storable else 0
+
+    @property
+    def writes_hidden(self) -> bool:
+        """Whether blocks that nobody finds any more are just being written: names of theirs may yet come."""
+        return any(bool(self._index.hiding.is_hidden(writing.ids).any()) for writing in self._writes)
 
     @property
     def idle(self) -> bool:
@@ -196,12 +205,14 @@ class Offloader:
 
     def n_durable(self, persist: Persist) -> int:
         """How many of its leading blocks are durable now."""
+        if persist.n_durable is not None:
+            return persist.n_durable()
         durable = self._index.resident(persist.ids, NVME)
         return int(durable.argmin()) if not durable.all() else len(durable)
 
     def why_not_durable(self, persist: Persist) -> str:
         """What keeps its other blocks from being durable, in words; empty if all are."""
-        if self.n_durable(persist) == len(persist.ids):
+        if self.n_durable(persist) == persist.n_blocks:
             return ""
         if not persist.done:
             return f"{persist.n_waiting} blocks are still being written"
@@ -269,6 +280,8 @@ class Offloader:
         n_bytes = 0
         while self._queue and n_bytes < WRITE_BYTES_MAX:
             run, layout = self._next_run(WRITE_BYTES_MAX - n_bytes)
+            if not run:
+                continue
             slots = self._room_for(layout.frame_bytes, len(run))
             rest = run[len(slots) :]
             self._queue.extendleft(reversed(rest))
@@ -296,7 +309,7 @@ class Offloader:
         return True
 
     def _next_run(self, most_bytes: int) -> tuple[list[int], FrameLayout]:
-        """Take blocks of one namespace from the head of the queue."""
+        """Take blocks of one namespace from the head of the queue; none of them if they were all to go."""
         namespaces = self._index.table.namespace
         namespace = int(namespaces[self._queue[0]])
         layout = self._layout(namespace)
@@ -304,6 +317,10 @@ class Offloader:
         run: list[int] = []
         while self._queue and len(run) < most and namespaces[self._queue[0]] == namespace:
             run.append(self._queue.popleft())
+        hidden = self._index.hiding.is_hidden(np.array(run, np.uint32))
+        if hidden.any():  # nobody wants them any more
+            self._settle([block for block, gone in zip(run, hidden.tolist(), strict=True) if gone])
+            run = [block for block, gone in zip(run, hidden.tolist(), strict=True) if not gone]
         return run, layout
 
     def _room_for(self, frame_bytes: int, n: int) -> NDArray[np.int64]:
@@ -354,7 +371,7 @@ class Offloader:
         live = finished.copy()
         # The copy of an ancestor may have broken meanwhile.
         live[live] = joins = self._index.may_join_nvme(writing.ids[live])
-        self._nvme.free(writing.slots[finished][~joins])
+        self._nvme.free(writing.slots[finished][~joins], soon=True)
         self._index.add_nvme(writing.ids[live], writing.slots[live])
         n_live = int(live.sum())
         self._counters.add("offloaded_blocks", n_live)

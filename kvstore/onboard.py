@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from kvstore.clock import Clock
 from kvstore.compression.frame import FrameLayout
 from kvstore.errors import IntegrityError
 from kvstore.jobs import Job, Jobs, Lane
+from kvstore.logs import about
 from kvstore.metrics import Counters
 from kvstore.native import aligned_bytes, row_addresses
 from kvstore.prefix_index.block_table import DRAM, NVME, At, Ids
@@ -40,6 +42,12 @@ ROOM_WAIT_S = 0.1
 ROOM_COMES_S = 2.0
 """The same while somebody waits for the blocks. Without room on its way nobody waits long: two requests that hold
 half of DRAM each would wait for one another."""
+
+PENDING, REFUSED, NO_ROOM, LATE = "pending", "refused", "no_room", "late"
+UNREADABLE, CORRUPT = "unreadable", "corrupt"
+MISSED_BY_LOADS = (PENDING, REFUSED, NO_ROOM, LATE, UNREADABLE, CORRUPT)
+"""Why a block that lies on NVMe was not there for a request: it is on its way; too much was waiting, or the disk was
+stuck; DRAM had no room; the disk took too long, could not read it, or gave other bytes."""
 
 log = logging.getLogger("kvstore.store")
 
@@ -105,6 +113,13 @@ class _Reading:
         self.verified = self.layout.verify(self.headers, self.payloads, self.keys, self.parents)
 
 
+class Part(NamedTuple):
+    """Blocks of one namespace (its number in the block table), in prompt order, none of them in DRAM."""
+
+    namespace: int
+    read_ids: At
+
+
 class Load(Awaited):
     """What one request waits for. ``read_ids`` were not in DRAM; ``eta_s`` is the guess made when it began."""
 
@@ -112,6 +127,14 @@ class Load(Awaited):
         super().__init__(ids, waiting)
         self.read_ids = read_ids
         self.eta_s = eta_s
+
+    def why(self, block: int | None = None) -> str:
+        """Why this block (or any, if none is named) was not there for the request; one of ``MISSED_BY_LOADS``."""
+        if block in self.waiting or (block is None and self.waiting):
+            return PENDING
+        if block is None:
+            return next(iter(self.failed.values()), REFUSED)
+        return self.failed.get(block, REFUSED)
 
 
 class Onboarder:
@@ -155,16 +178,29 @@ class Onboarder:
 
     # Requests ------------------------------------------------------------------------------------
 
-    def begin(self, tenant: str, namespace: int, ids: At, read_ids: At) -> Load:
-        """Start reading those of ``read_ids`` (in prompt order, none of them in DRAM) that nobody reads yet.
+    def begin(self, tenant: str, ids: At, parts: Sequence[Part]) -> Load:
+        """Start reading what nobody reads yet of these parts, one after the other.
 
         Blocks that can't be queued are not waited for. The load pins all ``ids`` until ``end``.
         """
-        wanted = read_ids.tolist()
-        layout = self._layout_of(namespace)
-        if layout is None:
+        layouts = [self._layout_of(part.namespace) for part in parts]
+        if None in layouts:
+            namespace = parts[layouts.index(None)].namespace
             raise IntegrityError(f"blocks of namespace {namespace} lie on NVMe, which has no frames for them")
         self._index.pin(ids)
+        waiting: list[int] = []
+        for part, layout in zip(parts, layouts, strict=True):
+            if layout is not None:
+                waiting += self._queue(tenant, layout, part.read_ids.tolist())
+        read_ids = parts[0].read_ids if len(parts) == 1 else np.concatenate([part.read_ids for part in parts])
+        load = Load(ids, waiting, read_ids, self._queued_bytes / self._bytes_per_s)
+        self._waiters.add(load, waiting)
+        self._loads.add(load)
+        self.pump()
+        return load
+
+    def _queue(self, tenant: str, layout: FrameLayout, wanted: list[int]) -> list[int]:
+        """Queue blocks as far as there is room; returns those that are under way then."""
         new = [] if self.stuck else [block for block in wanted if block not in self._under_way]
         room = max(self._queue_bytes_max - self._queued_bytes, 0) // layout.frame_bytes
         room = room or int(not self._queued_bytes)  # one alone always may come
@@ -176,12 +212,7 @@ class Onboarder:
             self._under_way.update(new)
             self._queued_bytes += len(new) * layout.frame_bytes
             self._groups.append(_Group(tenant, layout, deque(new), self._clock.now_s()))
-        waiting = [] if self.stuck else [block for block in wanted if block in self._under_way]
-        load = Load(ids, waiting, read_ids, self._queued_bytes / self._bytes_per_s)
-        self._waiters.add(load, waiting)
-        self._loads.add(load)
-        self.pump()
-        return load
+        return [] if self.stuck else [block for block in wanted if block in self._under_way]
 
     def end(self, load: Load) -> None:
         """The request has what it got, or waits no longer. Idempotent; the reading itself goes on."""
@@ -208,11 +239,11 @@ class Onboarder:
             if not reading.late and now_s - reading.since_s > self._io_timeout_s:
                 reading.late = True
                 self._counters.add("onboard_late_reads")
-                self._waiters.settle(reading.ids.tolist())
+                self._waiters.settle(reading.ids.tolist(), LATE)
         for group in list(self._groups):
             if self.stuck or now_s - group.since_s > self._io_timeout_s:
                 self._counters.add("onboard_refused_blocks", len(group.ids))
-                self._give_up(group)
+                self._give_up(group, REFUSED)
         self.pump()
 
     def _advance(self, group: _Group) -> bool:
@@ -244,7 +275,7 @@ class Onboarder:
         patience_s = (ROOM_COMES_S if may_come else ROOM_WAIT_S) if group.ids[0] in self._waiters else 0.0
         if now_s - group.room_since_s >= patience_s:
             self._counters.add("onboard_no_room_blocks", len(group.ids))
-            self._give_up(group)
+            self._give_up(group, NO_ROOM)
         return False
 
     def _moved(self, pending: PendingReclaim) -> None:
@@ -274,8 +305,8 @@ class Onboarder:
         self._reads.remove(reading)
         arrived = self._nvme.finish_read(reading.job)
         good = arrived & reading.verified
-        # A client may have stored the same block again meanwhile.
-        fresh = good & ~index.resident(ids, DRAM)
+        # A client may have stored the same block again meanwhile, or had all of its namespace cleared.
+        fresh = good & ~index.resident(ids, DRAM) & ~index.hiding.is_hidden(ids)
         self._dram.commit(slots[fresh], ids[fresh].astype(np.int64))
         index.add_dram(ids[fresh], slots[fresh])
         self._dram.free(slots[~fresh])
@@ -286,7 +317,12 @@ class Onboarder:
             n_unreadable, n_corrupt = int((bad & ~arrived).sum()), int((bad & arrived).sum())
             self._counters.add("onboard_unreadable_blocks", n_unreadable)
             self._counters.add("onboard_corrupt_blocks", n_corrupt)
-            log.warning("NVMe: %d blocks can't be read, %d are not what was written: they go", n_unreadable, n_corrupt)
+            log.warning(
+                "NVMe: %d blocks can't be read, %d are not what was written: they go", n_unreadable, n_corrupt,
+                extra=about("nvme_blocks_lost", unreadable=n_unreadable, corrupt=n_corrupt),
+            )  # fmt: skip
+            self._waiters.settle(ids[bad & ~arrived].tolist(), UNREADABLE)
+            self._waiters.settle(ids[bad & arrived].tolist(), CORRUPT)
             self._nvme.quarantine(index.break_nvme(ids[bad]))
         n_good = int(good.sum())
         self._counters.add("onboarded_blocks", n_good)
@@ -296,9 +332,10 @@ class Onboarder:
         self._leave(ids, reading.n_bytes)
         self.pump()
 
-    def _give_up(self, group: _Group) -> None:
+    def _give_up(self, group: _Group, why: str) -> None:
         """What is left of a group is not read."""
         self._groups.remove(group)
+        self._waiters.settle(group.ids, why)
         self._leave(np.array(group.ids, np.uint32), len(group.ids) * group.layout.frame_bytes)
 
     def _leave(self, ids: Ids, n_bytes: int) -> None:

@@ -99,14 +99,20 @@ class RoomMaker:
         if len(own) == len(self._dram.regions):  # everything is the asker's: the order is all there is
             self._free(self._index.evict(short), asker)
             return max(n - self._dram.free_slots(*asker), 0)
-        orphans = self._dram.orphan_regions()
+        orphans, others = self._dram.orphan_regions(), self._dram.other_regions(asker[0], asker[2])
         left_bytes = short * asker[2] + self._spare_bytes
+        others_bytes = short * asker[2]
 
         def worth(slot: int) -> int:
-            nonlocal left_bytes
+            nonlocal left_bytes, others_bytes
             region_id = slot >> SLOT_BITS
             if region_id in own:
                 return 1
+            # So do the writer's own of other sizes, as much as is to be written: else each size would keep the share
+            # of the tier that it once got, whatever the policy says.
+            if region_id in others and others_bytes > 0:
+                others_bytes -= self._dram.region(region_id).slot_bytes
+                return 0
             # Blocks of a writer that is gone go when it is their turn, as much as may make a region empty.
             if region_id not in orphans or left_bytes <= 0:
                 return -1
@@ -135,12 +141,21 @@ class RoomMaker:
         return short
 
     def _free(self, evicted: Evicted, asker: tuple[int, str, int]) -> int:
-        """Free the slots of evicted blocks and retire what is empty then; returns the bytes of those slots."""
-        self._dram.free(evicted.slots)
+        """Free the slots of evicted blocks and retire what is empty then; returns the bytes of those slots.
+
+        What is worth nothing without them goes too, whoever has it: it is room that its writer need not make, or
+        that is gathered for others.
+        """
+        self._drop(evicted)
+        while (useless := self._index.evict_useless()) is not None:
+            self._drop(useless)
         self._dram.retire_empty(keep_for=asker)
+        return sum(map(self._dram.slot_bytes, evicted.size_bytes.tolist()))
+
+    def _drop(self, evicted: Evicted) -> None:
+        self._dram.free(evicted.slots)
         self._counters.add("evicted_blocks", len(evicted.ids))
         self._counters.add("dropped_blocks", int(evicted.gone.sum()))
-        return sum(map(self._dram.slot_bytes, evicted.size_bytes.tolist()))
 
     def finish(self, pending: PendingReclaim) -> None:
         """The copy is done: index and tier switch to the new slots together.

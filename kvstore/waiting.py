@@ -18,6 +18,7 @@ class Awaited:
         """``ids``: all blocks that it concerns; ``waiting``: those that are under way."""
         self.ids = ids
         self.waiting = set(waiting)
+        self.failed: dict[int, str] = {}
         self.ended = False
         self._callbacks: list[Callable[[], None]] = []
 
@@ -44,8 +45,10 @@ class Awaited:
         self.waiting.clear()
         self._callbacks.clear()
 
-    def settle(self, block: int) -> None:
-        """One of the blocks is no longer under way."""
+    def settle(self, block: int, why: str = "") -> None:
+        """One of the blocks is no longer under way; ``why`` says what became of it, if it is not what was wanted."""
+        if why and block in self.waiting:
+            self.failed[block] = why
         self.waiting.discard(block)
         if not self.waiting:
             callbacks, self._callbacks = self._callbacks, []
@@ -67,11 +70,11 @@ class Waiters:
         for block in blocks:
             self._of.setdefault(block, []).append(awaited)
 
-    def settle(self, ids: Iterable[int]) -> None:
-        """These blocks are no longer under way: whoever waited for them is told."""
+    def settle(self, ids: Iterable[int], why: str = "") -> None:
+        """These blocks are no longer under way: whoever waited for them is told, with what was in the way if any."""
         for block in ids:
             for awaited in self._of.pop(block, ()):
-                awaited.settle(block)
+                awaited.settle(block, why)
 
     def remove(self, awaited: Awaited) -> None:
         """It waits no longer."""

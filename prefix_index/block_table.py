@@ -24,8 +24,12 @@ GROUPS_PER_TIER = 16
 DRAM, NVME = 0, 1
 """Tier numbers."""
 
-FREE, STORED, COLD = 0, 1, 2
-"""``state``: not alive; in the tree; known by its key only, as its row has not been seen yet."""
+FREE, STORED, COLD, PART, HIDDEN = 0, 1, 2, 3, 4
+"""``state``: not alive; in the tree; known by its key only, as its row has not been seen yet; a part of the block
+that is its parent, see ``parts``; never found again, see ``hiding``."""
+
+PARTS_MAX = 15
+"""Most parts a block may have besides its own bytes."""
 
 
 def residency_bit(tier: int, group: int = 0) -> int:
@@ -57,17 +61,23 @@ class BlockTable:
     residency        uint64         bits per tier and group
     n_children       uint32         blocks that directly follow it
     n_dram_children  uint32         those of them that are in DRAM
-    node             object         the tree's edge that holds it, None for a cold block
-    state            uint8          FREE, STORED or COLD
+    node             object         the tree's edge that holds it, None for a cold block and a part
+    state            uint8          FREE, STORED, COLD, PART or HIDDEN
+    namespace        uint32         the caller's number for its namespace
 
     With an NVMe tier also
 
     nvme_slot        int64          the NVMe tier's handle of its frame; -1 when there is none
     n_nvme_children  uint32         children that are on NVMe
     hits             uint8          accesses, its insertion included, up to 255
-    namespace        uint32         the caller's number for its namespace
 
     Without, every block is in DRAM and ``n_dram_children`` is the array ``n_children``.
+
+    Once there are parts also
+
+    part             uint8          of a part its number, from 1 on; else 0
+    spare            bool           no hit at the end of its path or at a fork needs the part: it goes first
+    parts[number-1]  uint32         1 + the id of the block's part of that number; 0 without
     """
 
     key: NDArray[np.uint8]
@@ -88,6 +98,8 @@ class BlockTable:
     n_nvme_children: NDArray[np.uint32]
     hits: NDArray[np.uint8]
     namespace: NDArray[np.uint32]
+    part: NDArray[np.uint8]
+    spare: NDArray[np.bool_]
 
     _FIELDS: tuple[tuple[str, Any], ...] = (
         ("parent", np.uint32),
@@ -102,14 +114,15 @@ class BlockTable:
         ("n_children", np.uint32),
         ("node", object),
         ("state", np.uint8),
+        ("namespace", np.uint32),
     )
     _NVME_FIELDS: tuple[tuple[str, Any], ...] = (
         ("n_dram_children", np.uint32),
         ("nvme_slot", np.int64),
         ("n_nvme_children", np.uint32),
         ("hits", np.uint8),
-        ("namespace", np.uint32),
     )
+    _PART_FIELDS: tuple[tuple[str, Any], ...] = (("part", np.uint8), ("spare", np.bool_))
 
     def __init__(self, reserve_blocks: int = 1024, nvme: bool = False) -> None:
         self.nvme = nvme
@@ -119,6 +132,13 @@ class BlockTable:
         """Ids below this have been used; all arrays are at least this long."""
         self.n_cold = 0
         """Blocks in state COLD."""
+        self.n_hidden = 0
+        """Blocks in state HIDDEN."""
+        self.n_parts = 0
+        """Blocks in state PART."""
+        self.n_spare = 0
+        """Parts that are spare."""
+        self.parts: list[NDArray[np.uint32]] = []
         self.reserve(max(reserve_blocks, 16))
 
     @property
@@ -141,14 +161,28 @@ class BlockTable:
         if self._capacity:
             key[: self.n_used] = self.key[: self.n_used]
         self.key = key
-        for name, dtype in self._FIELDS + (self._NVME_FIELDS if self.nvme else ()):
+        fields = self._FIELDS + (self._NVME_FIELDS if self.nvme else ())
+        for name, dtype in fields + (self._PART_FIELDS if self.parts else ()):
             new = np.empty(n_blocks, dtype) if dtype is object else np.zeros(n_blocks, dtype)
             if self._capacity:
                 new[: self.n_used] = getattr(self, name)[: self.n_used]
             setattr(self, name, new)
+        for i, column in enumerate(self.parts):
+            self.parts[i] = np.zeros(n_blocks, np.uint32)
+            self.parts[i][: self.n_used] = column[: self.n_used]
         if not self.nvme:
             self.n_dram_children = self.n_children
         self._capacity = n_blocks
+
+    def reserve_parts(self, number: int) -> None:
+        """Have columns for parts up to this number. Untouched ones take no memory."""
+        if number > PARTS_MAX:
+            raise BadInputError(f"part {number}; a block has at most {PARTS_MAX} parts")
+        if number and not self.parts:
+            for name, dtype in self._PART_FIELDS:
+                setattr(self, name, np.zeros(self._capacity, dtype))
+        while len(self.parts) < number:
+            self.parts.append(np.zeros(self._capacity, np.uint32))
 
     def allocate(self, n: int) -> Ids:
         """``n`` ids that are not alive, their generation bumped; the caller fills every field."""
@@ -168,6 +202,8 @@ class BlockTable:
 
     def free(self, ids: Ids) -> None:
         """Give ids back, whose copies are gone; their blocks are no longer alive."""
+        if self.n_hidden:
+            self.n_hidden -= int(np.count_nonzero(self.state[ids] == HIDDEN))
         self.state[ids] = FREE
         self.node[ids] = None
         self._free.frombytes(ids.tobytes())

@@ -5,13 +5,47 @@ Losses are the business of ``leaving``. Broken blocks, resident nowhere, are cou
 
 from __future__ import annotations
 
+from enum import StrEnum
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import IntegrityError
-from kvstore.prefix_index.block_table import DRAM, NO_PARENT, NVME, At, BlockTable, Ids, residency_bit
+from kvstore.prefix_index.block_table import (
+    DRAM,
+    FREE,
+    HIDDEN,
+    NO_PARENT,
+    NVME,
+    At,
+    BlockTable,
+    Ids,
+    residency_bit,
+)
 from kvstore.prefix_index.evictor import Evictor
 from kvstore.prefix_index.policy import EvictionPolicy
+
+
+class Loss(StrEnum):
+    """Why a copy is gone."""
+
+    EVICTED = "evicted"
+    CORRUPT = "corrupt"
+    CLEARED = "cleared"
+    EXPIRED = "expired"
+
+
+class Witness(Protocol):
+    """Who is told of every copy that comes or goes, parts of blocks too. It must change nothing."""
+
+    def gained(self, at: At, tier: int, *, first: NDArray[np.bool_]) -> None:
+        """Blocks have a copy in a tier now; ``first``: which had none anywhere before."""
+        ...
+
+    def lost(self, at: At, tier: int, reason: Loss, last: NDArray[np.bool_]) -> None:
+        """Blocks have lost their copy in a tier; ``last``: which have none left. Their keys are still in the table."""
+        ...
 
 
 class Copies:
@@ -28,6 +62,7 @@ class Copies:
         self.n_broken = 0
         """Blocks alive without a copy."""
         self._holes: set[int] = set()
+        self.witness: Witness | None = None
 
     def changed(self, at: At, lowest_rank: float = -np.inf) -> None:
         """Tell every evictor: see ``Evictor.changed``."""
@@ -53,6 +88,8 @@ class Copies:
             np.add.at(self.children(tier), parents, 1)
         self.n[tier] += len(at)
         self.changed(at)
+        if self.witness is not None:
+            self.witness.gained(at, tier, first=residency == 0)
 
     def slots(self, tier: int) -> NDArray[np.int64]:
         """The column of places in a tier."""
@@ -63,9 +100,10 @@ class Copies:
         return self._table.n_dram_children if tier == DRAM else self._table.n_nvme_children
 
     def may_join_nvme(self, ids: Ids) -> NDArray[np.bool_]:
-        """Which could get a copy on NVMe now, in this order: alive, without one, the parent with one."""
+        """Which could get a copy on NVMe now, in this order: not hidden, without one, the parent with one."""
         table = self._table
-        alive, there, parents = table.state[ids] != 0, table.resident(ids, NVME), table.parent[ids]
+        alive = (table.state[ids] != FREE) & (table.state[ids] != HIDDEN)
+        there, parents = table.resident(ids, NVME), table.parent[ids]
         ready = np.zeros(len(ids), np.bool_)
         joined: set[int] = set()
         rows = zip(ids.tolist(), (alive & ~there).tolist(), parents.tolist(), strict=True)
@@ -84,6 +122,8 @@ class Copies:
         table.nvme_slot[at] = -1
         self.n[NVME] -= len(at)
         self.n_broken += int(np.count_nonzero(table.residency[at] == 0))
+        if self.witness is not None:
+            self.witness.lost(at, NVME, Loss.CORRUPT, table.residency[at] == 0)
         parents = table.parent[at]
         parents = parents[parents != NO_PARENT]
         np.subtract.at(table.n_nvme_children, parents, 1)
@@ -95,6 +135,7 @@ class Copies:
         if self._holes:
             table = self._table
             at = np.fromiter(self._holes, np.intp, len(self._holes))
-            is_hole = (table.state[at] != 0) & ~table.resident(at, NVME) & (table.n_nvme_children[at] > 0)
+            known = (table.state[at] != FREE) & (table.state[at] != HIDDEN)
+            is_hole = known & ~table.resident(at, NVME) & (table.n_nvme_children[at] > 0)
             self._holes = set(at[is_hole].tolist())
         return self._holes

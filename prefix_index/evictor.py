@@ -117,7 +117,7 @@ class Evictor:
         if table.nvme:
             residency = table.residency[ids]
             stays |= residency != residency[0]
-        if table.nvme or table.n_cold:
+        if table.nvme or table.n_cold or table.n_parts:
             stays |= table.n_children[ids] > 1
         stays[0] = False
         first = int(stays.argmax())

@@ -6,7 +6,7 @@ A block has copies in DRAM, on NVMe or both. One thread uses the index; nothing 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -14,15 +14,21 @@ from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError, IntegrityError, KVStoreError
 from kvstore.prefix_index import lineage
-from kvstore.prefix_index.block_table import DRAM, DRAM_BIT, NO_PARENT, NVME, STORED, At, BlockTable, Ids
+from kvstore.prefix_index.block_table import DRAM, DRAM_BIT, NO_PARENT, NVME, PART, STORED, At, BlockTable, Ids
 from kvstore.prefix_index.cold import ColdBlocks
-from kvstore.prefix_index.copies import Copies
+from kvstore.prefix_index.copies import Copies, Witness
+from kvstore.prefix_index.explain import Explanation, explain
+from kvstore.prefix_index.hiding import Hiding
+from kvstore.prefix_index.hint_columns import HintColumns
 from kvstore.prefix_index.integrity import check_index
+from kvstore.prefix_index.kin import Kin
 from kvstore.prefix_index.leaving import Evicted, Leaving
+from kvstore.prefix_index.parts import Parts, recognised
 from kvstore.prefix_index.policy import EvictionPolicy
 from kvstore.prefix_index.reopen import Found, take_in
 from kvstore.prefix_index.rows import RowPath
 from kvstore.prefix_index.search import Match, Search
+from kvstore.prefix_index.spot_check import contradictions
 from kvstore.prefix_index.tree import RadixTree, Stop, as_ids
 from kvstore.types import KEY_BYTES
 
@@ -62,8 +68,16 @@ class PrefixIndex:
         self._tree = RadixTree(self.table)
         self._copies = Copies(self.table, policy)
         self._cold = ColdBlocks(self.table)
+        self.parts = Parts(self.table, self._copies, policy)
+        """What groups of layers with a shorter memory have of the blocks."""
+        self.kin = Kin(self.table)
+        """Which blocks are of one row of a shard family."""
+        self.hints = HintColumns(self.table)
+        """What callers have said about blocks."""
         self._search = Search(self._tree, self.table, self._copies, self._cold)
         self._leaving = Leaving(self._tree, self.table, policy, self._copies, self._cold)
+        self.hiding = Hiding(self._tree, self.table, self._copies, self._cold, self._leaving)
+        """Blocks that must not be found any more."""
 
     @property
     def policy(self) -> EvictionPolicy:
@@ -71,9 +85,26 @@ class PrefixIndex:
         return self._policy
 
     @property
+    def witness(self) -> Witness | None:
+        """Who is told of every copy that comes or goes; mostly nobody."""
+        return self._copies.witness
+
+    @witness.setter
+    def witness(self, witness: Witness | None) -> None:
+        self._copies.witness = witness
+
+    @property
     def n_blocks(self) -> int:
-        """Blocks alive, broken ones included."""
+        """Blocks alive, broken ones and parts of blocks included."""
         return self.table.n_blocks
+
+    @property
+    def n_parts(self) -> int:
+        """Parts of blocks among them, hidden ones left out."""
+        table = self.table
+        if not (table.n_parts and table.n_hidden):
+            return table.n_parts
+        return int(np.count_nonzero(table.state[: table.n_used] == PART))
 
     @property
     def n_dram_blocks(self) -> int:
@@ -96,6 +127,11 @@ class PrefixIndex:
         return self._cold.n
 
     @property
+    def n_hidden_blocks(self) -> int:
+        """Blocks that nobody finds any more, and that are still to go."""
+        return self.table.n_hidden
+
+    @property
     def n_roots(self) -> int:
         """Roots with at least one block that is not cold."""
         return len(self._tree.roots)
@@ -110,6 +146,10 @@ class PrefixIndex:
         another size or kind.
         """
         return self._search.match(root_key, path)
+
+    def explain(self, root_key: bytes, path: RowPath) -> Explanation:
+        """As ``match``, with the reason why it ends where it does."""
+        return explain(self._tree, self.table, self._search, root_key, path)
 
     def resident(self, ids: At, tier: int) -> NDArray[np.bool_]:
         """Which of the blocks have a copy in a tier (DRAM or NVME)."""
@@ -129,6 +169,14 @@ class PrefixIndex:
         Raises BadInputError for a cold block.
         """
         return lineage.frame_rows(self.table, ids)
+
+    def is_block(self, at: At) -> NDArray[np.bool_]:
+        """Which of the ids are blocks, and not parts of blocks."""
+        return self.table.part[at] == 0 if self.table.parts else np.ones(len(at), np.bool_)
+
+    def short_row_bytes(self, ids: Ids) -> NDArray[np.uint32]:
+        """How many bytes the rows of these blocks have where they are short, 0 where they are not known to be."""
+        return lineage.short_row_bytes(self.table, ids)
 
     def parent_keys(self, ids: Ids) -> NDArray[np.uint8]:
         """Keys of the blocks before these, uint8 [n, 16]; the root key for a first block."""
@@ -152,6 +200,10 @@ class PrefixIndex:
         evictor.take_back()
         return as_ids(ids)
 
+    def contradictions(self, ids: Ids) -> Iterator[str]:
+        """In words what contradicts what, of these living blocks: ``check`` for a few at a time."""
+        return contradictions(self.table, self._cold, ids)
+
     def check(self) -> None:
         """Verify every structural invariant. Raises IntegrityError that names the one broken. Slow."""
         check_index(self._tree, self.table, self._copies, self._cold)
@@ -167,6 +219,17 @@ class PrefixIndex:
             at = ids.astype(np.intp, copy=False)
             self._used(at, now_s, category, is_access=is_access)
             self._copies.changed(at, self._policy.accessed(at, now_s))
+
+    def demote(self, ids: At) -> None:
+        """These blocks, and their parts, go before all others, until they are used again; those that are pinned now
+        stay as they are."""
+        at = ids.astype(np.intp, copy=False)
+        if self.table.n_parts:
+            at = np.concatenate((at, self.parts.of(at)))
+        at = at[self.table.refs[at] == 0]
+        if len(at):
+            self._policy.demoted(at)
+            self._copies.changed(at)
 
     def pin(self, ids: At) -> None:
         """Keep all copies of these blocks (distinct ids) until as many ``unpin``."""
@@ -227,7 +290,7 @@ class PrefixIndex:
         if stop is None:
             if first_row:
                 raise MissingParent(f"row {first_row} of a path of which nothing is stored: insert row 0 first")
-            stop = Stop(self._tree.make_root(root_key, path), 0, 0, array("I"))
+            stop = Stop(self._tree.make_root(root_key, path, namespace), 0, 0, array("I"))
         stored = self._search.before_broken(root_key, path, stop).n_rows
         if stored < first_row:
             raise MissingParent(f"row {first_row} of a path stored up to row {stored}: insert the rows between")
@@ -235,11 +298,12 @@ class PrefixIndex:
         new = self._add(root_key, path, stop, end, slots[len(old) :])
         if len(new):
             self.table.size_bytes[new] = size_bytes
-            if self.table.nvme:
-                self.table.namespace[new] = namespace
+            self.table.namespace[new] = namespace
             self._used(new, now_s, category)
             self._policy.inserted(new, now_s)
             self._copies.evictors[DRAM].changed(new[-1:])
+            if self.witness is not None:
+                self.witness.gained(new.astype(np.intp), DRAM, first=np.ones(len(new), np.bool_))
         is_new = np.ones(end - first_row, np.bool_)
         is_new[: len(old)] = ~self.table.resident(old, DRAM) if self.table.nvme else False
         if len(new) < np.count_nonzero(is_new):
@@ -265,11 +329,12 @@ class PrefixIndex:
         this copy. Call it before the first ``insert`` or ``match``. Raises BadInputError for a key given twice
         or a parent behind its child, IntegrityError where a block has its copy already, for a parent that is
         not on NVMe as its child is, and when there are blocks that are not cold; nothing has changed then.
+        Parts of blocks are told by their keys, and are not cold.
         """
-        if self.n_blocks != self._cold.n:
+        if self.n_blocks != self._cold.n + self.n_parts:
             raise IntegrityError("blocks from before are made known first, before any prompt")
-        found = Found(keys, parents, slots, size_bytes, namespaces)
-        return take_in(self.table, self._copies, self._cold, self._policy, found, now_s, tier)
+        found = Found(keys, parents, slots, size_bytes, namespaces, recognised(keys, parents, namespaces))
+        return take_in(self.table, self._copies, self._cold, self._policy, self.parts, found, now_s, tier)
 
     def may_join_nvme(self, ids: Ids) -> NDArray[np.bool_]:
         """Which blocks ``add_nvme`` would take, in this order. A parent's copy may have broken meanwhile."""
@@ -300,7 +365,7 @@ class PrefixIndex:
 
         Fewer when nothing else is evictable. The cost grows with ``n``: slice a long burst.
         """
-        return self._leaving.evict(n, DRAM)
+        return self._evicted(self._leaving.evict(n, DRAM))
 
     def evict_among(self, n: int, worth: Callable[[int], int], most_passed: int) -> Evicted:
         """As ``evict``, until the copies given up are worth ``n``: ``worth(slot)`` says what each one counts.
@@ -308,14 +373,22 @@ class PrefixIndex:
         Blocks of negative worth are passed over and keep their place in the order; after ``most_passed`` of
         them it ends, so that the order is never bent further than that.
         """
-        return self._leaving.evict_among(n, worth, most_passed)
+        return self._evicted(self._leaving.evict_among(n, worth, most_passed))
+
+    def evict_useless(self) -> Evicted | None:
+        """Drop from DRAM as many copies as have become worth nothing by evictions since the last call; None if none.
+
+        Those that still have others behind them stay, at the front of the order. Call it until it returns None.
+        """
+        slots = self.kin.take_useless()
+        return self.evict_among(len(slots), lambda slot: 1 if slot in slots else -1, 64) if slots else None
 
     def evict_nvme(self, n: int) -> Evicted:
         """Drop from NVMe the ``n`` copies the policy values least, as ``evict`` does from DRAM.
 
         A last copy goes only when no block at all follows.
         """
-        return self._leaving.evict(n, NVME)
+        return self._evicted(self._leaving.evict(n, NVME))
 
     def break_nvme(self, ids: Ids) -> NDArray[np.int64]:
         """The NVMe copies of these blocks are bad: dropped, pinned or not. Returns their slots there.
@@ -325,6 +398,12 @@ class PrefixIndex:
         return self._leaving.break_nvme(ids)
 
     # Own -----------------------------------------------------------------------------------------
+
+    def _evicted(self, evicted: Evicted) -> Evicted:
+        """Without the blocks that are gone, those of the same row in other shards are worth nothing."""
+        if self.kin and evicted.gone.any():
+            self.demote(self.kin.lost(evicted.ids[evicted.gone]))
+        return evicted
 
     def _used(self, at: At, now_s: float, category: int, *, is_access: bool = True) -> None:
         table = self.table

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.errors import IntegrityError
-from kvstore.prefix_index.block_table import COLD, DRAM, FREE, NO_PARENT, NVME, STORED, BlockTable, Ids
+from kvstore.prefix_index.block_table import COLD, DRAM, FREE, HIDDEN, NO_PARENT, NVME, STORED, BlockTable, Ids
 from kvstore.prefix_index.cold import ColdBlocks
 from kvstore.prefix_index.copies import Copies
-from kvstore.prefix_index.keys import block_key
+from kvstore.prefix_index.keys import block_key, part_key
 from kvstore.prefix_index.node import Node, RootNode, open_part
 from kvstore.prefix_index.rows import EXTRA_SUFFIX_BYTES
 from kvstore.prefix_index.tree import RadixTree
@@ -34,6 +34,7 @@ def check_index(tree: RadixTree, table: BlockTable, copies: Copies, cold: ColdBl
             todo.extend(node.special.kids if node.special else ())
     _check_table(table, np.array(seen, np.uint32))
     _check_counts(table)
+    _check_parts(table)
     _check_copies(table, copies)
     cold.check()
     for evictor in copies.evictors:
@@ -115,8 +116,27 @@ def _check_table(table: BlockTable, seen: Ids) -> None:
     _require(table.n_blocks == len(alive), "every id is free or in use")
     _require(all(node is None for node in table.node[free]), "a free id has no edge")
     _require(not table.residency[free].any(), "a free id has no copy")
+    _require(table.n_hidden == int((table.state[alive] == HIDDEN).sum()), "hidden blocks are counted")
     cold = alive[table.state[alive] == COLD]
     _require(all(node is None for node in table.node[cold]), "a cold block has no edge")
+
+
+def _check_parts(table: BlockTable) -> None:
+    _require(bool(table.parts) or not table.n_parts, "parts have columns")
+    if not table.parts:
+        return
+    parts = np.flatnonzero(table.part[: table.n_used])
+    _require(table.n_parts == len(parts), "parts are counted")
+    _require(table.n_spare == int(table.spare[: table.n_used].sum()), "spare parts are counted")
+    _require(not table.spare[table.part == 0].any(), "only parts are spare")
+    _require(bool((table.state[parts] != FREE).all()), "a part is alive")
+    _require(not table.n_children[parts].any(), "nothing follows a part")
+    for part in parts.tolist():
+        block, number = int(table.parent[part]), int(table.part[part])
+        _require(block != NO_PARENT and int(table.parts[number - 1][block]) == part + 1, "a block knows its part", part)
+        _require(table.key[part].tobytes() == part_key(table.key[block].tobytes(), number), "a part has its key", part)
+    known = sum(int(np.count_nonzero(column[: table.n_used])) for column in table.parts)
+    _require(known == len(parts), "what a block knows as its part is one")
 
 
 def _check_counts(table: BlockTable) -> None:
@@ -126,8 +146,9 @@ def _check_counts(table: BlockTable) -> None:
     parents = table.parent[children]
     _require(bool((table.state[parents] != FREE).all()), "the block before a block is alive")
     everyone = np.ones(len(children), np.bool_)
-    columns = [("", everyone, table.n_children), ("in DRAM ", table.resident(children, DRAM), table.n_dram_children)]
+    columns = [("", everyone, table.n_children)]
     if table.nvme:
+        columns.append(("in DRAM ", table.resident(children, DRAM), table.n_dram_children))
         columns.append(("on NVMe ", table.resident(children, NVME), table.n_nvme_children))
     for where, counted, column in columns:
         n = np.bincount(parents[counted], minlength=table.n_used)
@@ -140,15 +161,15 @@ def _check_copies(table: BlockTable, copies: Copies) -> None:
     in_dram, on_nvme = table.resident(alive, DRAM), table.resident(alive, NVME)
     _require(copies.n == [int(in_dram.sum()), int(on_nvme.sum())], "the copies of each tier are counted")
     if not table.nvme:
-        _require(bool(in_dram.all()), "without NVMe every block is in DRAM")
+        _require(bool(in_dram[table.state[alive] != HIDDEN].all()), "without NVMe every block is in DRAM")
         return
     _require(np.array_equal(table.slot[alive] >= 0, in_dram), "exactly the blocks in DRAM have a slot")
     _require(np.array_equal(table.nvme_slot[alive] >= 0, on_nvme), "exactly the blocks on NVMe have a slot there")
     broken = alive[~in_dram & ~on_nvme]
     _require(copies.n_broken == len(broken), "broken blocks are counted")
-    needless = broken[(table.n_children[broken] == 0) & (table.refs[broken] == 0)]
+    needless = broken[(table.n_children[broken] == 0) & (table.refs[broken] == 0) & (table.state[broken] != HIDDEN)]
     _require(not len(needless), "a broken block has children or pins", needless[:1])
     parents = table.parent[alive[on_nvme]]
     parents = parents[parents != NO_PARENT]
-    open_ends = set(parents[~table.resident(parents, NVME)].tolist())
+    open_ends = set(parents[~table.resident(parents, NVME) & (table.state[parents] != HIDDEN)].tolist())
     _require(open_ends == copies.holes(), "on NVMe are whole chains, but for copies that broke", open_ends)

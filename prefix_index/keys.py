@@ -16,6 +16,7 @@ EXTRA_DIGEST_BYTES = 16
 """Length of the digest that stands for all extra keys of one row."""
 
 _BLOCK = b"kvstore.block.1"
+_PART = b"kvstore.part.1"
 _EXTRA = b"kvstore.extra.1"
 
 
@@ -32,6 +33,16 @@ def block_key(parent: bytes, row: bytes, extra_digest: bytes = b"") -> bytes:
         raise BadInputError(f"extra_digest is {len(extra_digest)} bytes; at most 255 fit")
     message = b"".join((parent, row, extra_digest, bytes((len(extra_digest),))))
     return blake2b(message, digest_size=KEY_BYTES, person=_BLOCK).digest()
+
+
+def part_tag(number: int) -> bytes:
+    """16 bytes that stand for the parts of blocks with this number, 1 to 255."""
+    return blake2b(bytes((number,)), digest_size=EXTRA_DIGEST_BYTES, person=_PART).digest()
+
+
+def part_key(block: bytes, number: int) -> bytes:
+    """The key of a part of the block with this key: as of a block below it without a row, which no row is."""
+    return block_key(block, b"", part_tag(number))
 
 
 def extra_digest(parts: Iterable[tuple[int, int, int, bytes]]) -> bytes:

@@ -10,9 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import IntegrityError
-from kvstore.prefix_index.block_table import DRAM, FREE, NO_PARENT, NVME, At, BlockTable, Ids, residency_bit
+from kvstore.prefix_index.block_table import (
+    COLD,
+    DRAM,
+    FREE,
+    HIDDEN,
+    NO_PARENT,
+    NVME,
+    At,
+    BlockTable,
+    Ids,
+    residency_bit,
+)
 from kvstore.prefix_index.cold import ColdBlocks
-from kvstore.prefix_index.copies import Copies
+from kvstore.prefix_index.copies import Copies, Loss
+from kvstore.prefix_index.parts import forget, is_part
 from kvstore.prefix_index.policy import EvictionPolicy
 from kvstore.prefix_index.tree import RadixTree, as_ids
 
@@ -86,13 +98,28 @@ class Leaving:
         return slots
 
     def sweep(self, at: At) -> None:
-        """Let those of the blocks leave that are broken, without children and not pinned."""
+        """Let those of the blocks leave that are broken, without children, not pinned and not hidden."""
         table = self._table
         ended = (table.residency[at] == 0) & (table.n_children[at] == 0) & (table.refs[at] == 0)
+        ended &= table.state[at] != HIDDEN
         for block in at[ended].tolist():
             if block not in self._left:  # it may have gone with the block behind it
                 self._copies.n_broken -= 1
                 self._leave(array("I", (block,)))
+        self._free()
+
+    def unused_tail(self, leaf: int, most: int) -> Ids:
+        """``leaf``, which nobody uses, and the blocks before it that nobody uses, that nothing else follows and that
+        are not on NVMe; the last one first, at most ``most``."""
+        table, tail = self._table, as_ids(self._tail(leaf, most))
+        stays = (table.refs[tail] != 0) | (table.n_children[tail] > 1) | table.resident(tail, NVME)
+        stays[0] = False
+        n = int(stays.argmax()) if stays.any() else len(tail)
+        return tail[:n]
+
+    def leave(self, tail: Ids) -> None:
+        """Blocks without copies go, as ``unused_tail`` gives them."""
+        self._leave(array("I", tail.tobytes()))
         self._free()
 
     def _tail(self, block: int, most: int) -> array[int]:
@@ -148,8 +175,12 @@ class Leaving:
         while True:
             node = table.node[chain[0]]
             if node is None:
-                table.state[chain] = FREE
-                self._cold.left(len(chain))
+                at = as_ids(chain)
+                cold = at[table.state[at] == COLD]
+                table.state[cold] = FREE
+                self._cold.left(len(cold))
+                if is_part(table, chain[0]):
+                    forget(table, chain[0])
             else:
                 self._tree.remove_leaves(node, len(chain))
             self._left.extend(chain)
@@ -160,7 +191,7 @@ class Leaving:
             table.n_children[parent] = left
             if left:
                 return
-            if table.residency[parent] != 0 or table.refs[parent] != 0:
+            if table.residency[parent] != 0 or table.refs[parent] != 0 or table.state[parent] == HIDDEN:
                 # Without NVMe this is the DRAM evictor's only notice; with it, the last copy on NVMe may go now.
                 copies.evictors[-1].became_leaf(parent)
                 return
@@ -175,6 +206,8 @@ class Leaving:
         )
         if table.nvme:
             slots[ids] = -1
+        if self._copies.witness is not None:
+            self._copies.witness.lost(ids.astype(np.intp), tier, Loss.EVICTED, table.residency[ids] == 0)
         self._free()
         return evicted
 

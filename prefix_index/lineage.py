@@ -6,10 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError
-from kvstore.prefix_index.block_table import COLD, DRAM_BIT, NO_PARENT, NVME, NVME_BIT, STORED, BlockTable, Ids
+from kvstore.prefix_index.block_table import COLD, DRAM_BIT, HIDDEN, NO_PARENT, NVME, NVME_BIT, BlockTable, Ids
 from kvstore.prefix_index.cold import ColdBlocks
 from kvstore.prefix_index.copies import Copies
+from kvstore.prefix_index.keys import part_tag
 from kvstore.prefix_index.node import Node, RootNode, row_and_digest
+from kvstore.prefix_index.parts import is_part
 
 
 def frame_rows(table: BlockTable, ids: Ids) -> list[tuple[bytes, bytes]]:
@@ -22,6 +24,10 @@ def frame_rows(table: BlockTable, ids: Ids) -> list[tuple[bytes, bytes]]:
     place = -1
     for block in ids.tolist():
         node: Node | None = table.node[block]
+        if node is None and is_part(table, block):
+            out.append((b"", part_tag(int(table.part[block]))))
+            last = None
+            continue
         if node is None:
             raise BadInputError(f"block {block} is cold: its row isn't known before a prompt has shown it")
         place = place + 1 if node is last else -1
@@ -30,6 +36,23 @@ def frame_rows(table: BlockTable, ids: Ids) -> list[tuple[bytes, bytes]]:
         out.append(row_and_digest(node, place))
         last = node
     return out
+
+
+def short_row_bytes(table: BlockTable, ids: Ids) -> NDArray[np.uint32]:
+    """See ``PrefixIndex.short_row_bytes``. Only leaves that are alone on their edge can be short."""
+    out = np.zeros(len(ids), np.uint32)
+    for i in np.flatnonzero(table.n_children[ids] == 0).tolist():
+        node: Node | None = table.node[ids[i]]
+        if node is not None and len(node.ids) == 1:
+            row, _ = row_and_digest(node, 0)
+            out[i] = len(row) if len(row) < _root(node).row_bytes else 0
+    return out
+
+
+def _root(node: Node) -> RootNode:
+    while not isinstance(node, RootNode):
+        node = node.above()
+    return node
 
 
 def parent_keys(table: BlockTable, cold: ColdBlocks, ids: Ids) -> NDArray[np.uint8]:
@@ -69,7 +92,7 @@ def chain_unpersisted(table: BlockTable, copies: Copies, ids: Ids) -> Ids:
             if on_nvme and not to_the_head:
                 break
             climb.append((block, on_nvme))
-            if not on_nvme and (residency & DRAM_BIT == 0 or table.state[block] != STORED):
+            if not on_nvme and (residency & DRAM_BIT == 0 or table.state[block] in (COLD, HIDDEN)):
                 good = False
                 break
             block = int(table.parent[block])

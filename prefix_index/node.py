@@ -99,13 +99,14 @@ class Node:
 class RootNode(Node):
     """Where the first rows of a root hang. Has no rows itself; one root has one kind of row."""
 
-    __slots__ = ("root_key", "row_bytes", "unit_bytes")
+    __slots__ = ("namespace", "root_key", "row_bytes", "unit_bytes")
 
-    def __init__(self, root_key: bytes, row_bytes: int, unit_bytes: int) -> None:
+    def __init__(self, root_key: bytes, row_bytes: int, unit_bytes: int, namespace: int = 0) -> None:
         super().__init__(b"", b"", array("I"))
         self.root_key = root_key
         self.row_bytes = row_bytes
         self.unit_bytes = unit_bytes
+        self.namespace = namespace
 
 
 class SpecialKids:

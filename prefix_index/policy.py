@@ -37,6 +37,10 @@ class EvictionPolicy(Protocol):
         """These blocks are new, in path order; their access is part of being inserted."""
         ...
 
+    def demoted(self, ids: At) -> None:
+        """These blocks are to go before all others, until they are accessed again; their order is as of a path."""
+        ...
+
     def evicted(self, ids: At) -> None:
         """These blocks are about to leave the table."""
         ...
@@ -59,6 +63,7 @@ class LruPolicy:
 
     def __init__(self) -> None:
         self._next_rank = 1
+        self._lowest_rank = 0
 
     def attach(self, table: BlockTable) -> None:
         self._table = table
@@ -71,6 +76,11 @@ class LruPolicy:
 
     def inserted(self, ids: At, now_s: float) -> None:
         self.accessed(ids, now_s)
+
+    def demoted(self, ids: At) -> None:
+        first = self._lowest_rank - len(ids)
+        self._table.rank[ids] = np.arange(self._lowest_rank - 1, first - 1, -1, dtype=np.float64)
+        self._lowest_rank = first
 
     def evicted(self, ids: At) -> None:
         pass
@@ -87,7 +97,7 @@ def make_policy(name: str, **options: Any) -> EvictionPolicy:
     """A fresh policy. Raises ConfigError for an unknown name or an option it doesn't have."""
     factory = POLICIES.get(name)
     if factory is None:
-        raise ConfigError(f"policy is {name!r}; known are {', '.join(sorted(POLICIES))}")
+        raise ConfigError(f"policy is {name!r}; known are {', '.join(sorted(POLICIES))}", ("policy",))
     try:
         return factory(**options)
     except TypeError:

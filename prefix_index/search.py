@@ -70,6 +70,7 @@ class Search:
         if stop is not None and stop.ids:
             parent = stop.ids[-1]
             in_tree = 1 if stop.used < len(stop.node.ids) else stop.node.n_kids
+            in_tree += sum(int(column[parent] != 0) for column in table.parts)
             if table.n_children[parent] == in_tree:
                 return stop
             parent_key = table.key[parent].tobytes()
@@ -80,7 +81,8 @@ class Search:
         if not len(found):
             return stop
         if stop is None:
-            stop = Stop(self._tree.make_root(root_key, path), 0, 0, array("I"))
+            root = self._tree.make_root(root_key, path, int(table.namespace[found[0]]))
+            stop = Stop(root, 0, 0, array("I"))
         table.state[found] = STORED
         self._cold.left(len(found))
         return self._tree.grow(stop, path, n_done + len(found), found)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -52,11 +52,11 @@ class RadixTree:
             )
         return root
 
-    def make_root(self, root_key: bytes, path: RowPath) -> RootNode:
-        """The root, made if need be."""
+    def make_root(self, root_key: bytes, path: RowPath, namespace: int = 0) -> RootNode:
+        """The root, made if need be. ``namespace``: the caller's number for the namespace that it is in."""
         root = self.find_root(root_key, path)
         if root is None:
-            root = self.roots[root_key] = RootNode(root_key, path.row_bytes, path.unit_bytes)
+            root = self.roots[root_key] = RootNode(root_key, path.row_bytes, path.unit_bytes, namespace)
         return root
 
     def walk(self, root: RootNode, path: RowPath, n_rows: int) -> Stop:
@@ -145,10 +145,15 @@ class RadixTree:
         parent = node.above()
         parent.drop(node)
         if isinstance(parent, RootNode):
-            if parent.n_kids == 0:
+            if parent.n_kids == 0 and self.roots.get(parent.root_key) is parent:
                 del self.roots[parent.root_key]
         elif parent.kids is not None and len(parent.kids) == 1 and parent.special is None:
             self._merge(parent, parent.kids[0])
+
+    def detach(self, namespaces: Collection[int]) -> None:
+        """No path leads to what is under the roots of these namespaces any more. Looks at every root."""
+        for root_key in [key for key, root in self.roots.items() if root.namespace in namespaces]:
+            del self.roots[root_key]
 
     def _split(self, node: Node, used: int, width: int) -> Node:
         """Cut an edge in two; the new upper part is returned. The old node keeps its children."""

@@ -9,12 +9,15 @@ import kvstore
 
 PACKAGE = Path(kvstore.__file__).parent
 
-LEAVES = {"types", "errors", "config", "clock", "metrics", "tokens", "native", "version"}
+LEAVES = {
+    "types", "errors", "shards", "hybrid", "hints", "config", "clock", "metrics", "tokens", "native", "logs", "version",
+}  # fmt: skip
 SIBLINGS = {"prefix_index", "tiers", "compression", "device", "plan"}
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(LEAVES, LEAVES),
     **dict.fromkeys(SIBLINGS, LEAVES),
     "wire": LEAVES,
+    "http": LEAVES,
     "lease": LEAVES | {"prefix_index"},
     "room": LEAVES | SIBLINGS | {"lease"},
     "jobs": LEAVES,
@@ -26,10 +29,11 @@ ALLOWED: dict[str, set[str]] = {
     "holder": LEAVES,
     "takeover": LEAVES | SIBLINGS | {"holder"},
     "store": LEAVES | SIBLINGS | {"cleaner", "lease", "room", "jobs", "onboard", "offload", "takeover"},
-    "server": LEAVES | SIBLINGS | {"lease", "room", "jobs", "onboard", "offload", "takeover", "store", "wire"},
+    "server": LEAVES | SIBLINGS | {"lease", "room", "jobs", "onboard", "offload", "takeover", "store", "wire", "http"},
     "client": LEAVES | {"wire"},
+    "embedded": LEAVES | SIBLINGS | {"server", "client"},
     "engine_adapter": LEAVES | {"client", "device", "compression", "plan"},
-    "bench": LEAVES | {"client", "prefix_index", "compression", "device", "plan"},
+    "bench": LEAVES | {"client", "prefix_index", "compression", "device", "plan", "engine_adapter"},
     "cli": LEAVES | SIBLINGS | {"lease", "store", "server", "wire", "client", "engine_adapter", "bench"},
 }
 

@@ -92,6 +92,15 @@ class RegionBook:
             ids = sorted(ids + self._classes.get((None, tenant, slot_bytes), []))
         return np.array([i for i in ids if self.regions[i].can_be_filled_by(writer)], np.int64)
 
+    def other_ids(self, writer: int, slot_bytes: int) -> frozenset[int]:
+        """Regions of this writer that have slots of another size."""
+        return frozenset(
+            region_id
+            for (by, _, size), ids in self._classes.items()
+            if by == writer and size != slot_bytes
+            for region_id in ids
+        )
+
     def orphan_ids(self) -> frozenset[int]:
         """Regions without a living writer that the daemon can write, its own included."""
         return frozenset(
@@ -132,6 +141,11 @@ class RegionBook:
         elif region_id in self._retired and client in self._retired[region_id].mappers:
             self._ledger.regions_unmapped((region_id,), client)
             self._unmapped(region_id, client)
+
+    def is_mapped_by(self, client: int) -> bool:
+        """See ``DramTier.is_mapped_by``."""
+        known = (region.mappers for region in self.regions.values())
+        return any(client in mappers for mappers in (*known, *(each.mappers for each in self._retired.values())))
 
     def drop_client(self, client: int) -> None:
         """Forget all mappings of a client."""

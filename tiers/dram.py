@@ -137,6 +137,10 @@ class DramTier:
         """Ids of the regions whose free slots the writer may fill."""
         return frozenset(self._book.usable_ids(writer, tenant, slot_bytes).tolist())
 
+    def other_regions(self, writer: int, slot_bytes: int) -> frozenset[int]:
+        """Ids of the regions of a writer that have slots of another size."""
+        return self._book.other_ids(writer, slot_bytes)
+
     def orphan_regions(self) -> frozenset[int]:
         """Ids of the regions without a living writer, the daemon's own included."""
         return self._book.orphan_ids()
@@ -158,6 +162,10 @@ class DramTier:
         Only for slots that no client can use any more: see ``quarantine``.
         """
         self._table.free(slots)
+
+    def withdraw(self, slots: Int64s) -> None:
+        """A later daemon that takes the memory over does not find what lies in these live slots. Idempotent."""
+        self._table.withdraw(slots)
 
     def quarantine(self, slots: Int64s) -> None:
         """Reserved or live slots stop being anyone's but are not reused before ``free``.
@@ -245,6 +253,10 @@ class DramTier:
     def remove_mapper(self, region_id: int, client: int) -> None:
         """A client says that it has unmapped a region. Does nothing for one long gone."""
         self._book.remove_mapper(region_id, client)
+
+    def is_mapped_by(self, client: int) -> bool:
+        """Whether a client may have regions mapped, retired ones included."""
+        return self._book.is_mapped_by(client)
 
     def drop_client(self, client: int) -> None:
         """A client is gone with all its mappings; the regions that it wrote become orphans."""
@@ -372,6 +384,12 @@ class DramTier:
         self._generations.close()
         if self.labelling is not None:
             self.labelling.close()
+
+    def after_fork(self) -> None:
+        """In a forked child, which has no part in the tier: its memory does not live on in the child."""
+        self._source.after_fork()
+        self._book.close()
+        self._generations.close()
 
     # -- allocation -----------------------------------------------------------------------------
 

@@ -70,7 +70,8 @@ class Generations:
         self.fd = memfd.create("kvstore-generations", size_bytes)
         self.size_bytes = size_bytes
         try:
-            self.values: NDArray[np.uint64] = Mapping(self.fd, size_bytes, writable=True).array().view(np.uint64)
+            mapping = Mapping(self.fd, size_bytes, writable=True, inherit=False)
+            self.values: NDArray[np.uint64] = mapping.array().view(np.uint64)
             memfd.seal_read_only(self.fd)
         except OSError:
             os.close(self.fd)

@@ -46,7 +46,7 @@ class Region:
         self.fd = memfd.create("kvstore-region", size_bytes) if adopted_fd is None else adopted_fd
         self._array: NDArray[np.uint8] | None = None
         try:
-            self._mapping: Mapping | None = Mapping(self.fd, size_bytes, writable=not self.read_only)
+            self._mapping: Mapping | None = Mapping(self.fd, size_bytes, writable=not self.read_only, inherit=False)
             if self.read_only:
                 self.populated_bytes = min(os.fstat(self.fd).st_blocks * 512, size_bytes)
         except OSError:
@@ -96,7 +96,7 @@ class Region:
             os.ftruncate(self.fd, size_bytes)
         elif size_bytes > self.size_bytes:
             os.ftruncate(self.fd, size_bytes)
-            self._mapping = Mapping(self.fd, size_bytes, writable=True)
+            self._mapping = Mapping(self.fd, size_bytes, writable=True, inherit=False)
         self.size_bytes = size_bytes
         self.populated_bytes = min(self.populated_bytes, size_bytes)
 

@@ -203,7 +203,7 @@ class SlotTable:
             raise IntegrityError(f"slot {int(slots[at])} is {SlotState(states[at]).name.lower()}, not {wanted}")
         self._must_differ(slots, found.places)
         counts, n_rows = self.counts.reshape(-1), len(self.ids)
-        np.subtract.at(counts, states * n_rows + found.rows, 1)
+        np.subtract.at(counts, states.astype(np.int64) * n_rows + found.rows, 1)
         np.add.at(counts, found.rows + int(new) * n_rows, 1)
         self.states[found.places] = int(new)
         return found
@@ -272,6 +272,11 @@ class SlotTable:
             taken += int(self.n_slots[row])
         if taken + self.generations.ranges.free != self.generations.ranges.limit:
             raise IntegrityError(f"{taken} places belong to regions, which is not what the ranges say")
+
+    def withdraw(self, slots: Int64s) -> None:
+        """See ``DramTier.withdraw``."""
+        if self.directory is not None and len(slots):
+            self.directory.forget(self.resolve(slots).places)
 
     def _let_go(self, places: Int64s) -> None:
         self.tags[places] = NO_TAG

@@ -116,6 +116,11 @@ class RegionSource:
                 region.close()
             self._raw.clear()
 
+    def after_fork(self) -> None:
+        """In a forked child: drop the raw regions, without the lock that a thread which is not here may hold."""
+        for region in self._raw:
+            region.close()
+
     # -- obtaining; the lock is held ------------------------------------------------------------
 
     def _raw_bytes(self) -> int:

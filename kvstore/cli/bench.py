@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
-from kvstore.bench import index_speed
+from kvstore.bench import grpc_stream, index_speed, metrics_cost
 from kvstore.bench.bandwidth import BandwidthOptions, BandwidthReport, report_dict, run_bandwidth
 from kvstore.bench.bandwidth_nvme import NvmeOptions, NvmeReport, run_nvme
-from kvstore.bench.pictures import draw_bandwidth, draw_index
-from kvstore.bench.report import bandwidth_tables, index_table, prepare, print_tables, save
-from kvstore.cli.daemon_process import own_daemon
+from kvstore.bench.generate import ConversationOptions
+from kvstore.bench.hybrid import MODELS, HybridOptions, run_hybrid
+from kvstore.bench.pictures import draw_bandwidth, draw_grpc, draw_index, draw_metrics
+from kvstore.bench.report import (
+    bandwidth_tables,
+    grpc_tables,
+    hybrid_table,
+    index_table,
+    metrics_table,
+    prepare,
+    print_tables,
+    progress_bar,
+    save,
+)
+from kvstore.cli.daemon_process import free_port, own_daemon
 from kvstore.cli.nvme_place import nvme_directory, room_for
 from kvstore.cli.params import SIZE, json_option, output_option
 from kvstore.errors import IntegrityError
@@ -160,6 +173,128 @@ def index(pairs: int, blocks: int, output: Path | None, as_json: bool) -> None:
     if output is not None:
         for line in save(output, {"mode": "index", **figures}, lambda path: draw_index(path, figures)):
             click.echo(line, err=True)
+
+
+@bench.command()
+@click.option(
+    "--pairs", type=click.IntRange(20), default=41, show_default=True, help="Pairs of measurements per ratio."
+)
+@output_option
+@json_option
+def metrics(pairs: int, output: Path | None, as_json: bool) -> None:
+    """Reads and leases of a daemon that serves metrics, paired with one that does not."""
+    if output is not None:
+        prepare(output)
+    options = metrics_cost.MetricsCostOptions(pairs=pairs)
+    port = free_port()
+    plain = ["--dram", str(options.dram_bytes)]
+    with own_daemon([*plain, "--metrics-listen", f"127.0.0.1:{port}"]) as on, own_daemon(plain) as off:
+        figures = metrics_cost.run(options, str(on), str(off), port, step=_tell)
+    if as_json:
+        click.echo(json.dumps(figures, indent=2))
+    else:
+        print_tables([metrics_table(figures)])
+    if output is not None:
+        for line in save(output, {"mode": "metrics", **figures}, lambda path: draw_metrics(path, figures)):
+            click.echo(line, err=True)
+
+
+@bench.command("grpc")
+@click.option(
+    "--pairs", type=click.IntRange(20), default=21, show_default=True, help="Pairs of measurements per ratio."
+)
+@click.option(
+    "--batch", "batch_bytes", type=SIZE, default="64MiB", show_default=True, help="Bytes that one measurement moves."
+)
+@click.option("--clients", type=click.IntRange(1), default=200, show_default=True, help="Clients at the same time.")
+@click.option("--rounds", type=click.IntRange(1), default=20, show_default=True, help="Rounds of calls of each.")
+@output_option
+@json_option
+def grpc_command(pairs: int, batch_bytes: int, clients: int, rounds: int, output: Path | None, as_json: bool) -> None:
+    """Blocks over gRPC, paired with bare gRPC streams of the same chunks; many clients at once.
+
+    Exit code 3 if a call of many clients is lost or wrong bytes come back.
+    """
+    if output is not None:
+        prepare(output)
+    options = grpc_stream.GrpcBenchOptions(pairs=pairs, batch_bytes=batch_bytes, clients=clients, rounds=rounds)
+    with tempfile.TemporaryDirectory(prefix="kvstore-grpc-") as folder:
+        listen = f"unix:{Path(folder) / 'grpc.sock'}"
+        with own_daemon(["--dram", str(options.dram_bytes), "--grpc-listen", listen]):
+            report = grpc_stream.run(options, f"grpc+{listen}", step=_tell)
+    if as_json:
+        click.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        print_tables(grpc_tables(report))
+    if output is not None:
+        for line in save(output, report.to_dict(), lambda path: draw_grpc(path, report)):
+            click.echo(line, err=True)
+    if report.crowd.n_lost:
+        raise IntegrityError(f"{report.crowd.n_lost} of {report.crowd.n_calls} calls were lost")
+
+
+@bench.command()
+@click.option(
+    "--model", type=click.Choice(sorted(MODELS)), default="gemma3", show_default=True, help="Whose groups of layers."
+)
+@click.option("--sessions", type=click.IntRange(1), default=100, show_default=True, help="Conversations to generate.")
+@click.option("--block-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens per block.")
+@click.option("--dram-percent", type=float, default=5.0, show_default=True, help="Room for so much of all blocks.")
+@click.option("--nvme-percent", type=float, help="An NVMe tier below, with room for so much of all blocks.")
+@click.option(
+    "--checkpoint-blocks",
+    type=click.IntRange(0),
+    default=8,
+    show_default=True,
+    help="The engine can also go on behind every so many blocks; 0 = only where a prompt ends.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the requests and of block bytes.")
+@click.option("--simulate", is_flag=True, help="Index and policy only: no daemon, no bytes.")
+@output_option
+@json_option
+def hybrid(
+    model: str,
+    sessions: int,
+    block_tokens: int,
+    dram_percent: float,
+    nvme_percent: float | None,
+    checkpoint_blocks: int,
+    seed: int,
+    simulate: bool,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Conversations with a hybrid model: its groups stored each by itself, beside whole blocks in the same memory.
+
+    Without --simulate a daemon and a client really store and read every group, and compare each byte. Exit code 3 if
+    any differs.
+    """
+    if output is not None:
+        prepare(output)
+    conversations = ConversationOptions(sessions=sessions, block_tokens=block_tokens, seed=seed)
+    options = HybridOptions(model, conversations, dram_percent, nvme_percent, checkpoint_blocks)
+    workload = options.load()
+    with contextlib.ExitStack() as stack:
+        connect = None
+        if not simulate:
+            arguments = ["--dram", str(options.dram_bytes(workload)), "--policy-clock", "client"]
+            if (nvme_blocks := options.nvme_blocks(workload)) is not None:
+                n_bytes = room_for(nvme_blocks, options.namespace)
+                place = stack.enter_context(nvme_directory(None, output, n_bytes))
+                arguments += ["--nvme-dir", str(place), "--nvme", str(n_bytes), "--drain", "0"]
+            connect = str(stack.enter_context(own_daemon(arguments)))
+        steps = workload.n_requests * (2 if simulate else 3)
+        progress = stack.enter_context(progress_bar("simulating" if simulate else "replaying", steps))
+        report = run_hybrid(options, workload, progress, connect)
+    if as_json:
+        click.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        print_tables([hybrid_table(report)])
+    if output is not None:
+        for line in save(output, report.to_dict(), None):
+            click.echo(line, err=True)
+    if report.mismatches:
+        raise IntegrityError(f"{report.mismatches} blocks came back with other bytes than were stored")
 
 
 def _tell(what: str) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from kvstore.config.file import CONFIG_VARIABLE
+from kvstore.config.settings import BY_VARIABLE
 from kvstore.errors import ConfigError, UnavailableError
 
 STOP_S_MAX = 30.0
@@ -37,13 +40,13 @@ class DaemonProcess:
         ready_fd, child_fd = os.pipe()
         command = [
             sys.executable, "-m", "kvstore.cli", "serve", "--socket", str(self.socket_path),
-            "--ready-fd", str(child_fd), "--until-stdin-closes", *self._arguments,
+            "--ready-fd", str(child_fd), "--until-stdin-closes", "--log-level", "warning", *self._arguments,
         ]  # fmt: skip
         with os.fdopen(ready_fd, "rb") as ready:
             try:
                 # A session of its own: Ctrl-C reaches this process only, which then stops the child in order.
                 self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and arguments
-                    command, stdin=subprocess.PIPE, pass_fds=(child_fd,), start_new_session=True
+                    command, stdin=subprocess.PIPE, pass_fds=(child_fd,), start_new_session=True, env=_own_environment()
                 )
             finally:
                 os.close(child_fd)
@@ -51,6 +54,11 @@ class DaemonProcess:
                 code = self._process.wait(STOP_S_MAX)
                 kind = ConfigError if code == EXIT_BAD_INPUT else UnavailableError
                 raise kind(f"the daemon did not start (exit code {code}); see its message above")
+
+    @property
+    def pid(self) -> int:
+        """Of the running process; 0 if there is none."""
+        return self._process.pid if self._process is not None else 0
 
     def kill(self) -> None:
         """SIGKILL; returns when the process is gone."""
@@ -73,6 +81,19 @@ class DaemonProcess:
             self._process.kill()
             self._process.wait()
         self._process = None
+
+
+def _own_environment() -> dict[str, str]:
+    """Without the settings of the user's own daemon: this one is as its arguments say."""
+    kept = {name: value for name, value in os.environ.items() if name not in BY_VARIABLE}
+    return {**kept, CONFIG_VARIABLE: ""}
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listened on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

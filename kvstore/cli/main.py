@@ -21,10 +21,19 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_WRONG_BYTES, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 _COMMANDS = {
     "serve": ("kvstore.cli.serve", "serve"),
+    "config": ("kvstore.cli.config", "config_command"),
     "status": ("kvstore.cli.status", "status"),
     "replay": ("kvstore.cli.replay", "replay_command"),
     "bench": ("kvstore.cli.bench", "bench"),
     "demo": ("kvstore.cli.demo", "demo"),
+    "inspect": ("kvstore.cli.inspect", "inspect_command"),
+    "clear": ("kvstore.cli.clear", "clear"),
+    "warm": ("kvstore.cli.warm", "warm"),
+    "verify": ("kvstore.cli.verify", "verify"),
+    "watch": ("kvstore.cli.watch", "watch"),
+    "top": ("kvstore.cli.top", "top"),
+    "version": ("kvstore.cli.version", "version"),
+    "completion": ("kvstore.cli.completion", "completion"),
 }
 
 
@@ -47,6 +56,8 @@ class LazyGroup(click.Group):
 cli = LazyGroup(
     "kvstore",
     help="A tiered KV-cache store for LLM inference.",
+    epilog="Exit codes: 0 done; 1 the daemon can't be reached or failed, trying again may help; 2 wrong input; "
+    "3 wrong bytes found; 130 interrupted.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 click.version_option(__version__, prog_name="kvstore")(cli)
@@ -98,5 +109,6 @@ def _drop_output() -> None:
 
 
 def _complain(error: Exception, code: int) -> int:
-    click.echo(f"error: {error}", err=True)
+    if not (isinstance(error, KVStoreError) and error.logged):
+        click.echo(f"error: {error}", err=True)
     return code

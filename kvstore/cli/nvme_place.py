@@ -31,7 +31,8 @@ def check_reachable(directory: Path) -> None:
     except OSError as error:
         raise ConfigError(
             f"--nvme-dir {str(directory)[:200]!r} can't be used: {error.strerror}; "
-            "give a directory that this user may reach"
+            "give a directory that this user may reach",
+            ("nvme_dir",),
         ) from error
 
 

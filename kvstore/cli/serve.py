@@ -10,98 +10,51 @@ import resource
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from kvstore import __version__
 from kvstore.cli.daemon_process import READY
 from kvstore.cli.nvme_place import check_reachable, kept_in_memory
-from kvstore.cli.params import SIZE, nvme_options, socket_option
+from kvstore.cli.settings import load_settings, setting_options
 from kvstore.config import DaemonConfig, format_size
-from kvstore.prefix_index.policy import POLICIES
+from kvstore.errors import KVStoreError
+from kvstore.logs import about, set_up
 from kvstore.server.daemon import Daemon
 from kvstore.server.polling import new_loop
 
+log = logging.getLogger("kvstore.server")
+
 
 @click.command()
-@socket_option
-@click.option("--dram", "dram_bytes", type=SIZE, default="1GiB", show_default=True, help="Capacity of the DRAM tier.")
-@click.option(
-    "--region-bytes",
-    type=SIZE,
-    default="0",
-    show_default="fits the tier",
-    help="Size of a shared memory region.",
-)
-@click.option("--prefault/--no-prefault", default=True, show_default=True, help="Fill the tier's pages ahead of use.")
-@click.option(
-    "--policy", type=click.Choice(sorted(POLICIES)), default="lru", show_default=True, help="Eviction policy."
-)
-@click.option(
-    "--policy-clock",
-    type=click.Choice(["system", "client"]),
-    default="system",
-    show_default=True,
-    help="Where policies take the time from; client = the times that requests carry (trace replays).",
-)
-@click.option(
-    "--lease-default",
-    "lease_s_default",
-    type=float,
-    default=30.0,
-    show_default=True,
-    help="Life of a lease in seconds, if the client asks for none.",
-)
-@click.option(
-    "--lease-max",
-    "lease_s_max",
-    type=float,
-    default=600.0,
-    show_default=True,
-    help="Longest life of a lease in seconds.",
-)
-@click.option(
-    "--heartbeat",
-    "heartbeat_s",
-    type=float,
-    default=10.0,
-    show_default=True,
-    help="Clients must be heard of this often, in seconds; three in a row may be missed.",
-)
-@click.option("--max-clients", type=int, default=1024, show_default=True, help="Most clients at a time.")
-@click.option(
-    "--poll-us",
-    type=float,
-    default=200.0,
-    show_default=True,
-    help="Stay awake so many microseconds between the requests of a burst; 0 = sleep at once.",
-)
-@nvme_options
-@click.option(
-    "--holder",
-    "holder_path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Unix socket of a small process, started if there is none, that keeps DRAM for a daemon started again.",
-)
-@click.option(
-    "--holder-grace",
-    "holder_grace_s",
-    type=float,
-    default=60.0,
-    show_default=True,
-    help="Seconds it keeps that, and lives, without a daemon.",
-)
+@setting_options
 @click.option("--ready-fd", type=int, hidden=True, help="Write a line to this descriptor when clients are accepted.")
 @click.option("--until-stdin-closes", is_flag=True, hidden=True, help="Stop when standard input is closed.")
-def serve(ready_fd: int | None, until_stdin_closes: bool, **settings: object) -> None:
-    """Run the daemon until Ctrl-C or SIGTERM."""
-    config = DaemonConfig(**settings)  # type: ignore[arg-type]
+def serve(file: Path | None, ready_fd: int | None, until_stdin_closes: bool, **options: Any) -> None:
+    """Run the daemon until Ctrl-C or SIGTERM.
+
+    Each option can also stand in a TOML file (`kvstore config --example` prints one) or in an environment variable;
+    an option beats a variable, a variable beats the file.
+    """
+    settings = load_settings(file, options)
+    set_up(settings.config.log)
+    try:
+        with settings.blamed():
+            _run(settings.config, ready_fd, until_stdin_closes)
+    except KVStoreError as error:
+        if settings.config.log.format == "json":
+            log.error("%s", error, extra=about("failed", error=type(error).__name__))
+            error.logged = True
+        raise
+
+
+def _run(config: DaemonConfig, ready_fd: int | None, until_stdin_closes: bool) -> None:
     if config.nvme_dir is not None:
         check_reachable(config.nvme_dir)
     # A region, and three for each client.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     with asyncio.Runner(loop_factory=lambda: new_loop(config)) as runner:
         in_order = runner.run(_serve(config, ready_fd, until_stdin_closes))
     if not in_order:
@@ -120,20 +73,16 @@ async def _serve(config: DaemonConfig, ready_fd: int | None, until_stdin_closes:
     daemon = Daemon(config)
     daemon.start()
     _calm_the_collector()
-    click.echo(
-        f"kvstored {__version__}: {format_size(config.dram_bytes)} DRAM, {_nvme_words(daemon, config)}"
-        f"policy {config.policy}, serving {config.socket_path}",
-        err=True,
-    )
-    if config.nvme_dir is not None and (kind := kept_in_memory(config.nvme_dir)):
-        click.echo(f"warning: {config.nvme_dir} is {kind}, memory: nothing there survives a reboot", err=True)
+    _announce(daemon, config)
     if ready_fd is not None:
         os.write(ready_fd, READY)
         os.close(ready_fd)
     try:
         await stop.wait()
     finally:
+        log.info("stopping: what waits to be written goes to NVMe", extra=about("stopping", drain_s=config.drain_s))
         in_order = await daemon.stop()
+        log.info("stopped", extra=about("stopped", in_order=in_order))
     return in_order
 
 
@@ -147,6 +96,34 @@ def _calm_the_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 50, 1 << 30)
+
+
+def _announce(daemon: Daemon, config: DaemonConfig) -> None:
+    """Say what is served: to people in a line of its own, whatever the level of the log; to machines in the log."""
+    words = (
+        f"kvstored {__version__}: {format_size(config.dram_bytes)} DRAM, {_nvme_words(daemon, config)}"
+        f"policy {config.policy}, serving {config.socket_path}"
+    )
+    kind = kept_in_memory(config.nvme_dir) if config.nvme_dir is not None else ""
+    warning = f"{config.nvme_dir} is {kind}, memory: nothing there survives a reboot"
+    if daemon.monitor.http is not None:
+        words += f", metrics on port {daemon.monitor.http.port}"
+    if config.log.format == "text":
+        click.echo(words, err=True)
+        if kind:
+            click.echo(f"warning: {warning}", err=True)
+        return
+    log.info(
+        "%s", words,
+        extra=about(
+            "serving", version=__version__, socket=str(config.socket_path), dram_bytes=config.dram_bytes,
+            nvme_dir=str(config.nvme_dir or ""), nvme_bytes=config.nvme_bytes, policy=config.policy,
+            metrics=config.metrics.listen,
+            metrics_port=daemon.monitor.http.port if daemon.monitor.http is not None else 0, grpc=config.grpc.listen,
+        ),
+    )  # fmt: skip
+    if kind:
+        log.warning("%s", warning, extra=about("nvme_in_memory", directory=str(config.nvme_dir), file_system=kind))
 
 
 def _nvme_words(daemon: Daemon, config: DaemonConfig) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvstore.cli.params import json_option, socket_option
+from kvstore.cli.params import json_option, socket_option, timeout_option
 from kvstore.client import Client
 from kvstore.config import format_size
 
@@ -33,14 +33,7 @@ Group = tuple[str, list[tuple[str, str]]]
 @socket_option
 @click.option("--all", "show_all", is_flag=True, help="All counters and gauges, by the names they have in JSON.")
 @json_option
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=float,
-    default=2.0,
-    show_default=True,
-    help="Seconds to wait for the daemon.",
-)
+@timeout_option
 def status(socket_path: Path, show_all: bool, as_json: bool, timeout_s: float) -> None:
     """Show how a running daemon is doing: a summary, or with --all or --json everything it counts."""
     with Client(socket_path, timeout_s=timeout_s) as client:

@@ -5,12 +5,20 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from google.protobuf.message import Message
 
-from kvstore.client.transport import Transport
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
+
+
+class Sender(Protocol):
+    """A connection that takes requests whose answers nobody wants."""
+
+    def send(self, method: Method, request: Message, deadline_s: float, *, no_reply: bool = False) -> int:
+        """See ``Events``."""
+        ...
 
 
 class Acknowledgements:
@@ -43,11 +51,11 @@ class Acknowledgements:
             elif isinstance(reply, pb.PinReply) and reply.pin_id:
                 self.add(Method.UNPIN, pb.UnpinRequest(pin_id=reply.pin_id))
 
-    def send(self, transport: Transport, deadline_s: float) -> None:
+    def send(self, events: Sender, deadline_s: float) -> None:
         """Send all that waits; what was not sent when that fails stays."""
         with self._sending:
             while self._queue:
-                transport.send(*self._queue[0], deadline_s, no_reply=True)
+                events.send(*self._queue[0], deadline_s, no_reply=True)
                 self._queue.popleft()
 
     def clear(self) -> None:

@@ -10,46 +10,65 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kvstore.client.address import Address, UnixAddress
+from kvstore.client.admin import AdminCalls
+from kvstore.client.family import FamilyHandle, must_be_family
+from kvstore.client.greeting import SocketLink
+from kvstore.client.hybrid import HybridHandle
 from kvstore.client.lease import Lease
-from kvstore.client.namespace import NamespaceHandle
+from kvstore.client.link import Link
+from kvstore.client.namespace import NamespaceHandle, Stored
 from kvstore.client.prompts import count
+from kvstore.client.remote import remote_link
+from kvstore.client.remote.target import Pem, is_remote
 from kvstore.client.session import Session
-from kvstore.config import check_socket_path, default_socket_path
+from kvstore.config import default_socket_path
 from kvstore.errors import BadInputError, UnavailableError
+from kvstore.hybrid import parts_of
 from kvstore.types import Namespace
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
 
 
-class Client:
-    """A connection to the daemon of this machine. Usable from several threads; a context manager.
+class Client(AdminCalls):
+    """A connection to a daemon. Usable from several threads; a context manager.
+
+    ``address`` is the path of its Unix socket on this machine (by default the usual one), or says where it serves
+    gRPC: ``grpcs://host:port`` or ``grpc+unix:/path``. Over gRPC blocks are copied instead of mapped, when they are
+    looked at. ``token`` is what the daemon lets this client in with; ``root_certificates`` (PEM, a path or bytes; by
+    default those of gRPC) are whom it trusts, ``client_certificate`` (certificate, key) what it shows. Raises
+    DeniedError if the daemon does not let it in.
 
     ``timeout_s`` bounds every call; those that wait for a slower tier may take so much longer as they may wait.
     With ``required=False`` a daemon that is down at the start is no error:
     everything is a miss until it comes up. Raises UnavailableError otherwise. A forked child connects anew
-    on its first call.
+    on its first call, over the Unix socket: gRPC does not survive a fork.
     """
 
     def __init__(
         self,
-        socket_path: str | os.PathLike[str] | None = None,
+        address: str | os.PathLike[str] | Address | None = None,
         tenant: str = "default",
         timeout_s: float = 1.0,
         *,
         required: bool = True,
         name: str = "",
+        token: str | None = None,
+        root_certificates: Pem | None = None,
+        client_certificate: tuple[Pem, Pem] | None = None,
     ) -> None:
         Namespace.check_tenant(tenant)
         if not 0 < timeout_s < 86400:
             raise BadInputError(f"timeout_s is {timeout_s!r}; it must be a positive number of seconds")
-        path = Path(socket_path) if socket_path is not None else default_socket_path()
-        check_socket_path(path)
         self.tenant = tenant
-        self._session = Session(path, tenant, name or Path(sys.argv[0] or "python").name, timeout_s, required=required)
+        client_name = name or Path(sys.argv[0] or "python").name
+        link = link_to(address, token, root_certificates, client_certificate)
+        self._session = Session(link, tenant, client_name, timeout_s, required=required)
 
     def __enter__(self) -> Self:
         return self
@@ -69,36 +88,70 @@ class Client:
         """Version of the daemon last spoken to."""
         return self._session.server_version
 
+    @property
+    def timeout_s(self) -> float:
+        """The bound of every call."""
+        return self._session.timeout_s
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether the store has a slower tier than memory, for which calls may wait."""
+        return self._session.can_wait
+
     def wait_healthy(self, timeout_s: float) -> bool:
         """Block until the daemon answers (again), at most ``timeout_s``; False if it did not."""
         return self._session.wait_healthy(timeout_s)
 
-    def open(self, namespace: Namespace, name: str = "") -> NamespaceHandle:
+    def open(self, namespace: Namespace, name: str = "", *, store: Stored = "all") -> NamespaceHandle:
         """Use a namespace. ``name``, optional, is bound to this description within the tenant.
 
+        ``store="prompt"``: what is put with ``n_prompt_tokens`` is stored only as far as no token was generated.
         Raises SpecMismatchError, naming the fields, if the name stands for another one. If the daemon is
         unreachable the namespace is opened with the first call that reaches it.
         """
-        if not isinstance(namespace, Namespace):
-            raise BadInputError(f"namespace is {namespace!r:.80}; give a kvstore.Namespace")
-        if namespace.tenant != self.tenant:
-            raise BadInputError(f"the namespace belongs to tenant {namespace.tenant!r}, this client to {self.tenant!r}")
-        handle = NamespaceHandle(self._session, namespace, name)
+        self._check_namespace(namespace)
+        if parts_of(namespace.spec):
+            raise BadInputError("the spec is hybrid: its groups are stored each by itself, use open_hybrid")
+        handle = NamespaceHandle(self._session, namespace, name, store)
         with contextlib.suppress(UnavailableError):
             handle.ensure_open()
         return handle
 
-    def attach(self, lease_id: int, block_bytes: int) -> Lease:
+    def open_hybrid(self, namespace: Namespace, name: str = "", *, store: Stored = "all") -> HybridHandle:
+        """As ``open``, for a spec with sliding or state groups besides others: each group is stored by itself."""
+        self._check_namespace(namespace)
+        handle = HybridHandle(self._session, namespace, name, store)
+        with contextlib.suppress(UnavailableError):
+            handle.ensure_open()
+        return handle
+
+    def open_family(self, namespaces: Sequence[Namespace]) -> FamilyHandle:
+        """Use the namespaces of several ranks of one model together: what is found is what every one of them has.
+
+        They may differ in the rank in ``shard``, and in ``spec`` but for ``block_tokens``; raises BadInputError that
+        names another field in which they do. Ranks that hold the same KV share one namespace, given once.
+        """
+        must_be_family(namespaces)
+        return FamilyHandle(self._session, [self.open(namespace) for namespace in namespaces])
+
+    def attach(self, lease_id: int, block_bytes: int = 0, *, shard: Namespace | None = None) -> Lease:
         """Read through a lease that another client of this tenant took. Raises EndedError if it has ended.
 
-        Both must release; the blocks stay until both have.
+        Of a lease over a family it gives the blocks of one ``shard``, and maps no others; else ``block_bytes`` says
+        how large a block is. Both clients must release; the blocks stay until both have.
         """
+        if (shard is None) == (block_bytes == 0):
+            raise BadInputError("give block_bytes, or for a lease over a family the shard's namespace, and not both")
         request = pb.AttachLeaseRequest(lease_id=count("lease_id", lease_id, 1 << 64))
+        if shard is not None:
+            if not isinstance(shard, Namespace):
+                raise BadInputError(f"shard is {shard!r:.80}; give the kvstore.Namespace of one rank")
+            request.shards, block_bytes = shard.digest(), shard.spec.block_bytes
         return self._session.granted(
             Method.ATTACH_LEASE,
             request,
             pb.LeaseReply,
-            lambda reply: Lease(self._session, reply, block_bytes, _attached_first_block(reply)),
+            lambda reply: Lease(self._session, reply, block_bytes, reply.first_block),
         )
 
     def stats(self) -> dict[str, float | str]:
@@ -106,11 +159,28 @@ class Client:
         reply = self._session.call(Method.STATS, pb.StatsRequest(), pb.StatsReply)
         return {**reply.numbers, **reply.texts}
 
+    def _check_namespace(self, namespace: Namespace) -> None:
+        if not isinstance(namespace, Namespace):
+            raise BadInputError(f"namespace is {namespace!r:.80}; give a kvstore.Namespace")
+        if namespace.tenant != self.tenant:
+            raise BadInputError(f"the namespace belongs to tenant {namespace.tenant!r}, this client to {self.tenant!r}")
+
     def close(self) -> None:
         """End the session. Leases end; arrays that are still alive keep their slots until this process ends."""
         self._session.close()
 
 
-def _attached_first_block(reply: pb.LeaseReply) -> int:
-    n_held = len(reply.slots.ids) // 8
-    return reply.n_blocks + (reply.partial_tokens > 0) - n_held
+def link_to(
+    address: str | os.PathLike[str] | Address | None,
+    token: str | None,
+    root_certificates: Pem | None,
+    client_certificate: tuple[Pem, Pem] | None,
+) -> Link:
+    """The way to a daemon."""
+    if is_remote(address):
+        return remote_link(str(address), token, root_certificates, client_certificate)
+    if token is not None or root_certificates is not None or client_certificate is not None:
+        raise BadInputError("a token and certificates go with a gRPC address (grpcs://host:port) only")
+    if address is None:
+        return SocketLink(UnixAddress(default_socket_path()))
+    return SocketLink(UnixAddress(Path(address)) if isinstance(address, str | os.PathLike) else address)

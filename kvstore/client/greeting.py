@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvstore.client.address import Address
+from kvstore.client.link import Greeted
+from kvstore.client.slots import Bytes, MappedSlots, MappingSession
 from kvstore.client.transport import Transport
 from kvstore.errors import EndedError, KVStoreError, ProtocolError, UnavailableError
 from kvstore.native import Mapping
@@ -18,16 +19,44 @@ from kvstore.wire.framing import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, Met
 
 
 @dataclass(frozen=True, slots=True)
-class Greeted:
-    """A session's connections, what the daemon said, and its table of generations (uint64, read-only)."""
+class SocketLink:
+    """The way over a Unix socket: see ``Link``. The daemon's memory is mapped."""
 
-    calls: Transport
-    events: Transport
-    reply: pb.HelloReply
-    generations: NDArray[np.uint64]
+    address: Address
+
+    def __str__(self) -> str:
+        return str(self.address)
+
+    def greet(self, tenant: str, client_name: str, token: bytes, deadline_s: float) -> Greeted:
+        """See ``Link``."""
+        return greet(self.address, tenant, client_name, token, deadline_s)
+
+    def join(self, token: bytes, deadline_s: float) -> Transport:
+        """See ``Link``."""
+        return join(self.address, token, pb.CHANNEL_WAITS, deadline_s)
+
+    def reads_at_once(self, rows: Bytes) -> bool:  # noqa: ARG002 - see ``Link``
+        """See ``Link``: copies are made from mapped memory."""
+        return False
+
+    def read_at_once(self, session: MappingSession, request: pb.LeaseRequest, rows: Bytes) -> pb.LeaseReply:
+        """See ``Link``."""
+        raise NotImplementedError
+
+    def slots(
+        self,
+        session: MappingSession,
+        claim_id: int,  # noqa: ARG002 - the slots say all
+        message: pb.Slots | None,
+        block_bytes: int,
+        *,
+        writable: bool,
+    ) -> MappedSlots:
+        """See ``Link``. Call with the session's lock held."""
+        return MappedSlots(session, message, block_bytes, writable=writable)
 
 
-def greet(path: Path, tenant: str, client_name: str, token: bytes, deadline_s: float) -> Greeted:
+def greet(address: Address, tenant: str, client_name: str, token: bytes, deadline_s: float) -> Greeted:
     """Connect twice and say hello; with ``token`` back to the old session if the daemon still knows it.
 
     Blocks until ``deadline_s`` (monotonic) at most. Raises UnavailableError if it can't be done, or what else
@@ -38,10 +67,10 @@ def greet(path: Path, tenant: str, client_name: str, token: bytes, deadline_s: f
     fds: list[int] = []
     opened: list[Transport] = []
     try:
-        calls = _connect(path, deadline_s)
+        calls = _connect(address, deadline_s)
         opened.append(calls)
         reply = _hello(calls, hello, deadline_s, fds)
-        events = join(path, reply.session_token, pb.CHANNEL_EVENTS, deadline_s)
+        events = join(address, reply.session_token, pb.CHANNEL_EVENTS, deadline_s)
         opened.append(events)
         if len(fds) != 1:
             raise UnavailableError("the daemon passed no descriptor: is a descriptor limit reached?")
@@ -52,15 +81,15 @@ def greet(path: Path, tenant: str, client_name: str, token: bytes, deadline_s: f
             transport.close()
         if isinstance(error, KVStoreError) and not isinstance(error, EndedError | ProtocolError):
             raise
-        raise UnavailableError(f"the daemon at {path} can't be used: {error}") from error
+        raise UnavailableError(f"the daemon at {address} can't be used: {error}") from error
     finally:
         for fd in fds:
             os.close(fd)
 
 
-def join(path: Path, token: bytes, channel: pb.Channel, deadline_s: float) -> Transport:
+def join(address: Address, token: bytes, channel: pb.Channel, deadline_s: float) -> Transport:
     """One more connection for the session with this token. Blocks until ``deadline_s`` at most; raises as ``greet``."""
-    transport = _connect(path, deadline_s)
+    transport = _connect(address, deadline_s)
     try:
         _hello(transport, _hello_of(channel, token), deadline_s, None)
     except BaseException:
@@ -69,8 +98,8 @@ def join(path: Path, token: bytes, channel: pb.Channel, deadline_s: float) -> Tr
     return transport
 
 
-def _connect(path: Path, deadline_s: float) -> Transport:
-    return Transport(path, max(deadline_s - time.monotonic(), 0.001))
+def _connect(address: Address, deadline_s: float) -> Transport:
+    return Transport(address, max(deadline_s - time.monotonic(), 0.001))
 
 
 def _hello_of(channel: pb.Channel, token: bytes) -> pb.HelloRequest:

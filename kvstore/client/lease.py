@@ -12,25 +12,16 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore import native
 from kvstore.client.claims import Claimed
 from kvstore.client.era import Era
 from kvstore.client.session import Session
-from kvstore.errors import BadInputError, EndedError, ProtocolError, UnavailableError
-from kvstore.native import Mapping
-from kvstore.types import SLOT_BITS
+from kvstore.client.slots import Bytes, Slots, rows_of
+from kvstore.errors import BadInputError, EndedError, UnavailableError
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
-from kvstore.wire.packing import I64, U64, unpack
 
 if TYPE_CHECKING:
     import torch
-
-Bytes = NDArray[np.uint8]
-
-_INDEX_MASK = (1 << SLOT_BITS) - 1
-_NO_SLOTS = np.empty(0, np.int64)
-
 
 class Hold:
     """What keeps a claim's slots from being reused: owned by the claim and by every array over its slots.
@@ -59,99 +50,6 @@ class Hold:
         # Another process, or a daemon that has not lent this, need not hear of it.
         if self.armed and self._pid == os.getpid() and self._session.epoch == self._epoch:
             (self._now if self.prompt else self._later)()
-
-
-class _View:
-    """The memory of one slot as numpy takes it; becomes the base of the array."""
-
-    def __init__(self, address: int, n_bytes: int, writable: bool, mapping: Mapping, hold: Hold | None) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (n_bytes,),
-            "data": (address, not writable),
-        }
-        self._kept = (mapping, hold)
-
-
-class Slots:
-    """Where blocks lie in this process. Addresses are worked out when they are first asked for."""
-
-    def __init__(self, session: Session, message: pb.Slots | None, block_bytes: int, *, writable: bool) -> None:
-        """Maps regions that are not mapped yet. Call with the session's lock held."""
-        self.block_bytes = block_bytes
-        self._session = session
-        self._writable = writable
-        self._message = message
-        self._ids = unpack("slots", message.ids, I64) if message is not None else _NO_SLOTS
-        self._layouts = {layout.id: layout for layout in message.regions} if message is not None else {}
-        # A view made later must find the mapping even if the daemon retires the region meanwhile.
-        self._mappings = session.mappings(list(self._layouts), writable=writable)
-        self._addresses: NDArray[np.uint64] | None = None
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    @property
-    def addresses(self) -> NDArray[np.uint64]:
-        """uint64 [n]. Raises ProtocolError for slots outside the regions that came with them."""
-        if self._addresses is None:
-            self._addresses = self._by_region(self._start_of)
-        return self._addresses
-
-    def view(self, i: int, hold: Hold | None) -> Bytes:
-        """uint8 [block_bytes] over slot ``i``, no copy; read-only unless these slots are reserved.
-
-        The array keeps ``hold`` and the mapping. It can't be made writable, although the writer of a region has
-        that mapped writable.
-        """
-        mapping = self._mappings[int(self._ids[i]) >> SLOT_BITS]
-        return np.asarray(_View(int(self.addresses[i]), self.block_bytes, self._writable, mapping, hold))
-
-    def forget(self) -> None:
-        """Let the mappings go; only arrays that are still alive keep them."""
-        self._mappings = {}
-
-    def unchanged(self) -> bool:
-        """Whether every slot still has the contents it had when it was handed out."""
-        if self._message is None:
-            return True
-        granted = unpack("generations", self._message.generations, U64, len(self._ids))
-        now = self._session.generations(self._by_region(lambda layout, _: (layout.generation_base, 1)))
-        return bool(np.array_equal(now, granted))
-
-    def _start_of(self, layout: pb.RegionLayout, index_max: int) -> tuple[int, int]:
-        mapping = self._mappings.get(layout.id)
-        if mapping is None or self.block_bytes > layout.slot_bytes:
-            raise ProtocolError(f"region {layout.id} can't hold blocks of {self.block_bytes} bytes in this process")
-        if (index_max + 1) * layout.slot_bytes > mapping.length_bytes:
-            raise ProtocolError(f"slot {index_max} lies outside region {layout.id} of {mapping.length_bytes} bytes")
-        return mapping.address, layout.slot_bytes
-
-    def _by_region(self, start_and_step: Callable[[pb.RegionLayout, int], tuple[int, int]]) -> NDArray[np.uint64]:
-        """``start + index * step`` of every slot, by its region."""
-        ids = self._ids
-        if len(self._layouts) == 1:
-            (layout,) = self._layouts.values()
-            first_id = layout.id << SLOT_BITS
-            low, high = int(ids.min()) - first_id, int(ids.max()) - first_id
-            if low < 0 or high > _INDEX_MASK:
-                raise ProtocolError(f"a slot lies outside the only region, {layout.id}")
-            start, step = start_and_step(layout, high)
-            return (ids * step + (start - first_id * step)).view(np.uint64)
-        # Regions in the order of their ids, so that each slot finds its own by bisection.
-        layouts = [self._layouts[region_id] for region_id in sorted(self._layouts)]
-        first_ids = np.array([layout.id << SLOT_BITS for layout in layouts], np.int64)
-        rows = np.searchsorted(first_ids, ids, side="right") - 1
-        indexes = ids - first_ids[rows]
-        index_max = np.zeros(len(layouts), np.int64)
-        np.maximum.at(index_max, rows, indexes)
-        if int(rows.min()) < 0 or int(index_max.max()) > _INDEX_MASK:
-            raise ProtocolError("a slot lies outside the regions that came with it")
-        pairs = [start_and_step(*each) for each in zip(layouts, index_max.tolist(), strict=True)]
-        starts, steps = np.array(pairs, np.int64).T
-        out: NDArray[np.uint64] = (starts[rows] + indexes * steps[rows]).view(np.uint64)
-        return out
 
 
 class Held(Claimed):
@@ -187,7 +85,7 @@ class Held(Claimed):
 
     @property
     def addresses(self) -> NDArray[np.uint64]:
-        """Address of each block in this process, uint64 [n]; for readers that take pointers."""
+        """Address of each block in this process, uint64 [n]; for readers that take pointers. See ``view``."""
         self._must_be_usable()
         return self.slots.addresses
 
@@ -199,7 +97,11 @@ class Held(Claimed):
         return f"{type(self).__name__}({facts})"
 
     def view(self, i: int) -> Bytes:
-        """uint8 [block_bytes] over block ``i`` without a copy. Raises EndedError after the end of the right."""
+        """uint8 [block_bytes] over block ``i`` without a copy. Raises EndedError after the end of the right.
+
+        A remote client fetches the block, and some that follow, when it is first looked at: that blocks, and raises
+        EndedError too if it can't be had.
+        """
         self._must_be_usable()
         return self.slots.view(i, self._hold)
 
@@ -247,11 +149,18 @@ class Lease(Held):
     _SHOWN = ("first_block", "n_blocks", "n_tokens", "partial_tokens", "n_pending")
 
     def __init__(
-        self, session: Session, reply: pb.LeaseReply, block_bytes: int, first_block: int, reason: str = ""
+        self,
+        session: Session,
+        reply: pb.LeaseReply,
+        block_bytes: int,
+        first_block: int,
+        reason: str = "",
+        shared: Hold | None = None,
     ) -> None:
-        slots = Slots(session, reply.slots if reply.lease_id else None, block_bytes, writable=False)
+        """``shared``: the hold of another lease object with this id, which is the one to hear of its end."""
+        slots = session.slots(reply.lease_id, reply.slots if reply.lease_id else None, block_bytes, writable=False)
         lease_id = reply.lease_id
-        hold = Hold(
+        hold = shared or Hold(
             session,
             lambda: session.acknowledge(Method.RELEASE, pb.ReleaseRequest(lease_id=lease_id)),
             lambda: session.release(lease_id),
@@ -269,7 +178,7 @@ class Lease(Held):
         """Of the blocks held: those that were read from NVMe for this lease."""
         self.reason = reason
         """Why there was nothing to find out, if the daemon could not be asked."""
-        if reply.lease_id:
+        if reply.lease_id and shared is None:
             session.claims.watch(True, reply.lease_id, self)
 
     def __bool__(self) -> bool:
@@ -305,9 +214,7 @@ class Lease(Held):
         n = min(max(self.n_blocks - self.first_block, 0), len(room), len(self))
         if n == 0 or not self.valid:
             return 0
-        to, come_from = native.row_addresses(room[:n]), self.slots.addresses[:n]
-        native.copy_batch(to, come_from, self.slots.block_bytes, threads=threads)
-        return n if self.valid and self.slots.unchanged() else 0
+        return n if self.slots.copy_out(room[:n], threads) and self.valid else 0
 
     def renew(self, ttl_s: float = 0.0) -> bool:
         """Ask for more time; False if the right is gone. Blocks for one round trip."""
@@ -337,7 +244,9 @@ class WriteReservation(Held):
     _SHOWN = ("n_present", "n_skipped", "reason")
 
     def __init__(self, session: Session, reply: pb.ReserveReply, block_bytes: int, n_asked: int) -> None:
-        slots = Slots(session, reply.slots if reply.reservation_id else None, block_bytes, writable=True)
+        slots = session.slots(
+            reply.reservation_id, reply.slots if reply.reservation_id else None, block_bytes, writable=True
+        )
         reservation_id = reply.reservation_id
         hold = Hold(session, lambda: session.acknowledge(Method.ABORT, pb.AbortRequest(reservation_id=reservation_id)))
         super().__init__(session, reservation_id, reply.ttl_s, slots, hold)
@@ -355,13 +264,16 @@ class WriteReservation(Held):
     ) -> None:
         self.abort()
 
-    def fill(self, blocks: NDArray[Any], threads: int = 1) -> None:
-        """Copy ``blocks`` [n, ...] (n = len(self), C-contiguous) into the slots. Blocks for the copy."""
+    def fill(self, blocks: NDArray[Any], threads: int = 1, *, kept: bool = False) -> None:
+        """Copy ``blocks`` [n, ...] (n = len(self), C-contiguous) into the slots. Blocks for the copy.
+
+        ``kept=True`` promises that they stay as they are until the commit: a remote client then sends them from there.
+        """
         rows = rows_of(blocks, self.slots.block_bytes)
         if len(rows) != len(self):
             raise BadInputError(f"{len(rows)} blocks were given for {len(self)} reserved slots")
         self._must_be_usable()
-        native.copy_batch(self.slots.addresses, native.row_addresses(rows), self.slots.block_bytes, threads=threads)
+        self.slots.fill(rows, threads, kept=kept)
 
     def commit(self, n_blocks: int | None = None) -> tuple[int, int]:
         """Make the first ``n_blocks`` (default all) visible; returns (stored, duplicates). One round trip.
@@ -376,11 +288,10 @@ class WriteReservation(Held):
         if n == 0:
             self.abort()
             return 0, 0
+        commit = self.slots.commit(pb.CommitRequest(reservation_id=self.id, n_blocks=n))
         self._give_up("it was committed", told=True)
         try:
-            reply = self._session.call(
-                Method.COMMIT, pb.CommitRequest(reservation_id=self.id, n_blocks=n), pb.CommitReply
-            )
+            reply = commit()
         except (EndedError, UnavailableError) as error:
             self.reason = str(error)
             # Whatever became of it: nothing is written any more.
@@ -394,16 +305,3 @@ class WriteReservation(Held):
         Nothing may be written through pointers from here on; arrays that are still alive keep the slots.
         """
         self._give_up("it was aborted")
-
-
-def rows_of(array: NDArray[Any], block_bytes: int) -> Bytes:
-    """A C-contiguous array as uint8 [n, block_bytes], without a copy."""
-    if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
-        raise BadInputError("blocks must be a C-contiguous numpy array [n, ...]; use numpy.ascontiguousarray")
-    if array.nbytes % block_bytes or array.ndim == 0 or (len(array) and array.nbytes != len(array) * block_bytes):
-        raise BadInputError(
-            f"an array of shape {array.shape} and {array.nbytes} bytes "
-            f"does not hold whole blocks of {block_bytes} bytes: "
-            "its first dimension must count blocks"
-        )
-    return array.reshape(-1).view(np.uint8).reshape(-1, block_bytes)

@@ -5,34 +5,38 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from numpy.typing import ArrayLike, NDArray
 
-from kvstore.client.lease import Bytes, Lease, WriteReservation, rows_of
-from kvstore.client.prompts import DEFAULT_ROOT, count, fill_prompt, rows_of_prompt, seconds, tokens_asked_for
-from kvstore.client.results import GetResult, Match, Persist, Pinned, Prefetch, PutResult
+from kvstore.client.admin import Inspecting
+from kvstore.client.finding import Finding
+from kvstore.client.lease import Lease, WriteReservation
+from kvstore.client.prompts import DEFAULT_ROOT, count, seconds
+from kvstore.client.results import GetResult, PutResult
 from kvstore.client.session import Session
-from kvstore.client.waiting import Wait, checked_wait_s, wait_seconds
+from kvstore.client.slots import Bytes, rows_of
+from kvstore.client.waiting import Wait, checked_wait_s
 from kvstore.errors import BadInputError, EndedError, ProtocolError, UnavailableError
+from kvstore.hints import Hints, check_session_id
 from kvstore.types import ExtraKey, Namespace, Root
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
 
+Stored = Literal["prompt", "all"]
+"""What of a request is stored: only blocks of its prompt, or those with generated tokens too."""
 
-class NamespaceHandle:
-    """A namespace as seen by one client. ``tokens`` below are the prompt:
 
-    integers (numpy array of any integer type, or a sequence, which is converted once), or for a namespace of
-    engine hashes a uint8 array [n, hash_bytes] (or a sequence of equally long bytes).
-    """
+class NamespaceHandle(Finding[Lease], Inspecting):
+    """A namespace as seen by one client: finds (see ``Finding``), reads and stores blocks."""
 
-    def __init__(self, session: Session, namespace: Namespace, name: str) -> None:
-        self.namespace = namespace
+    def __init__(self, session: Session, namespace: Namespace, name: str, store: Stored = "all") -> None:
+        super().__init__(session, namespace)
+        if store not in ("prompt", "all"):
+            raise BadInputError(f"store is {store!r:.80}; known are 'prompt' and 'all'")
+        self._prompt_only = store == "prompt"
         self.block_bytes = namespace.spec.block_bytes
-        self.block_tokens = namespace.spec.block_tokens
-        self._session = session
-        self._name = name
+        self._bound_name = name
         self._digest = namespace.digest()
         self._opened_epoch = 0
 
@@ -43,63 +47,18 @@ class NamespaceHandle:
         namespace. May raise what ``open`` raises.
         """
         if self._opened_epoch != self._session.epoch or not self._opened_epoch:
-            request = pb.OpenNamespaceRequest(description_json=json.dumps(self.namespace.to_dict()), name=self._name)
+            description_json = json.dumps(self.namespace.to_dict())
+            request = pb.OpenNamespaceRequest(description_json=description_json, name=self._bound_name)
             with self._session.exclusive():
                 self._session.call(Method.OPEN_NAMESPACE, request, pb.OpenNamespaceReply)
                 self._opened_epoch = self._session.epoch
         return self._digest
 
-    def match(self, tokens: ArrayLike, *, root: Root = DEFAULT_ROOT, extras: Sequence[ExtraKey] = ()) -> Match:
-        """How much of a prompt is stored, in any tier. Holds nothing: it may be gone a moment later."""
-        request = pb.MatchRequest()
-        self._fill(request.prompt, tokens, root, extras)
-        try:
-            request.prompt.namespace = self.ensure_open()
-            reply = self._session.call(Method.MATCH, request, pb.MatchReply)
-        except (UnavailableError, EndedError) as error:
-            return Match(0, 0, 0, str(error))
-        return Match(reply.n_blocks, reply.n_tokens, reply.partial_tokens, n_dram_blocks=reply.n_dram_blocks)
+    def _name(self, prompt: pb.Prompt) -> None:
+        prompt.namespace = self.ensure_open()
 
-    def lease(
-        self,
-        tokens: ArrayLike,
-        *,
-        root: Root = DEFAULT_ROOT,
-        extras: Sequence[ExtraKey] = (),
-        first_block: int = 0,
-        max_blocks: int | None = None,
-        wait: Wait = "wait",
-        ttl_s: float | None = None,
-        policy_time_s: float | None = None,
-        category: int = 0,
-    ) -> Lease:
-        """Find the longest stored prefix and hold it for reading in place.
-
-        Blocks before ``first_block`` must match but are not held; at most ``max_blocks`` of the prompt are
-        considered. What lies on NVMe is read into DRAM first, as long as ``wait`` allows (see ``Wait``); the
-        lease holds the leading blocks that are there then, ``n_pending`` counts the others. Moves no KV bytes
-        otherwise. Use it as a context manager; a lease that holds nothing, a miss for example, is falsy.
-        """
-        request = pb.LeaseRequest(
-            first_block=count("first_block", first_block),
-            max_blocks=count("max_blocks", max_blocks or 0),
-            ttl_s=seconds("ttl_s", ttl_s),
-        )
-        self._fill(request.prompt, tokens, root, extras, policy_time_s, category)
-        if max_blocks == 0:
-            return self._no_lease("max_blocks is 0")
-        request.wait_s = self._wait_s(wait, request)
-        try:
-            request.prompt.namespace = self.ensure_open()
-            return self._session.granted(
-                Method.LEASE,
-                request,
-                pb.LeaseReply,
-                lambda reply: Lease(self._session, reply, self.block_bytes, first_block),
-                request.wait_s,
-            )
-        except (UnavailableError, EndedError, ProtocolError) as error:
-            return self._no_lease(str(error))
+    def _leased(self, reply: pb.LeaseReply, first_block: int, reason: str = "") -> Lease:
+        return Lease(self._session, reply, self.block_bytes, first_block, reason)
 
     def get_into(
         self,
@@ -113,6 +72,7 @@ class NamespaceHandle:
         threads: int = 1,
         policy_time_s: float | None = None,
         category: int = 0,
+        hints: Hints | None = None,
     ) -> GetResult:
         """Copy the stored blocks of a prompt from ``first_block`` on to ``out`` ([m, ...], C-contiguous).
 
@@ -122,66 +82,29 @@ class NamespaceHandle:
         room = rows_of(out, self.block_bytes)
         if len(room) == 0:
             return GetResult(0, 0)
-        with self.lease(
-            tokens, root=root, extras=extras, first_block=first_block, max_blocks=first_block + len(room),
-            wait=wait, policy_time_s=policy_time_s, category=category,
-        ) as lease:  # fmt: skip
-            n = lease.copy_into(room, threads)
-            return GetResult(n, (first_block + n) * self.block_tokens if n else 0, lease.reason, lease.n_pending)
-
-    def prefetch(
-        self,
-        tokens: ArrayLike,
-        *,
-        root: Root = DEFAULT_ROOT,
-        extras: Sequence[ExtraKey] = (),
-        first_block: int = 0,
-        max_blocks: int | None = None,
-        wait: Wait = "best_effort",
-        policy_time_s: float | None = None,
-    ) -> Prefetch:
-        """Have what is stored of a prompt read into DRAM, ahead of the lease that will need it.
-
-        Returns at once unless told to ``wait`` (see ``Wait``). Holds nothing, and counts as no access.
-        """
-        request = pb.PrefetchRequest(
-            first_block=count("first_block", first_block), max_blocks=count("max_blocks", max_blocks or 0)
+        request = pb.LeaseRequest(
+            first_block=count("first_block", first_block), max_blocks=count("max_blocks", first_block + len(room))
         )
-        self._fill(request.prompt, tokens, root, extras, policy_time_s)
-        if max_blocks == 0:
-            return Prefetch(0, 0, 0, 0.0, "max_blocks is 0")
+        self._fill(request.prompt, tokens, root, extras, policy_time_s, category, hints)
         request.wait_s = self._wait_s(wait, request)
-        try:
-            request.prompt.namespace = self.ensure_open()
-            reply = self._session.granted(
-                Method.PREFETCH, request, pb.PrefetchReply, lambda reply: reply, request.wait_s
-            )
-        except (UnavailableError, EndedError, ProtocolError) as error:
-            return Prefetch(0, 0, 0, 0.0, str(error))
-        return Prefetch(reply.n_blocks, reply.n_ready, reply.n_pending, reply.eta_s)
+        if room.flags.writeable and self._session.reads_at_once(room):
+            return self._read_at_once(request, room)
+        with self._take(request) as lease:
+            n = lease.copy_into(room, threads)
+            return self._got(n, first_block, lease.reason, lease.n_pending)
 
-    def persist(
-        self,
-        tokens: ArrayLike,
-        wait_s: float = 0.0,
-        *,
-        root: Root = DEFAULT_ROOT,
-        extras: Sequence[ExtraKey] = (),
-        n_blocks: int | None = None,
-    ) -> Persist:
-        """Have what is stored of a prompt (of its first ``n_blocks``) made durable, whatever the write policy.
-
-        Blocks ``wait_s`` seconds at most for that. The ``n_durable`` leading blocks outlive a crash of the
-        daemon and of the machine; without an NVMe tier there are none.
-        """
-        request = pb.PersistRequest(wait_s=checked_wait_s("wait_s", wait_s))
-        fill_prompt(request.prompt, rows_of_prompt(self.namespace, tokens, n_blocks), root, extras)
+    def _read_at_once(self, request: pb.LeaseRequest, room: Bytes) -> GetResult:
+        """One call leases, copies and releases."""
         try:
-            request.prompt.namespace = self.ensure_open()
-            reply = self._session.granted(Method.PERSIST, request, pb.PersistReply, lambda reply: reply, request.wait_s)
+            self._name(request.prompt)
+            reply = self._session.read_at_once(request, room)
         except (UnavailableError, EndedError, ProtocolError) as error:
-            return Persist(0, 0, 0, str(error))
-        return Persist(reply.n_blocks, reply.n_durable, reply.n_pending, reply.reason)
+            return GetResult(0, 0, str(error))
+        n = max(reply.n_blocks - request.first_block, 0) if reply.lease_id else 0
+        return self._got(n, request.first_block, "", reply.n_pending)
+
+    def _got(self, n: int, first_block: int, reason: str, n_pending: int) -> GetResult:
+        return GetResult(n, (first_block + n) * self.block_tokens if n else 0, reason, n_pending)
 
     def reserve(
         self,
@@ -194,22 +117,30 @@ class NamespaceHandle:
         ttl_s: float | None = None,
         policy_time_s: float | None = None,
         category: int = 0,
+        hints: Hints | None = None,
+        n_prompt_tokens: int | None = None,
     ) -> WriteReservation:
         """Slots for blocks ``first_block .. first_block + n_blocks - 1`` of a prompt, to be filled in place.
 
         Those already stored are left out; there may be fewer slots than asked for, see ``n_skipped`` and
         ``reason``. The blocks before ``first_block`` must be stored.
+
+        ``n_prompt_tokens``: the tokens behind so many were generated (None: none was). Blocks that hold one of them
+        are skipped if the handle was opened with ``store="prompt"``, or if the daemon stores none.
         """
         request = pb.ReserveRequest(
             first_block=count("first_block", first_block),
             n_blocks=count("n_blocks", n_blocks),
             ttl_s=seconds("ttl_s", ttl_s),
         )
-        self._fill(request.prompt, tokens, root, extras, policy_time_s, category)
+        self._fill(request.prompt, tokens, root, extras, policy_time_s, category, hints)
+        if n_prompt_tokens is not None:
+            request.prompt.n_prompt_tokens = count("n_prompt_tokens", n_prompt_tokens)
+            request.prompt.prompt_only = self._prompt_only
         if n_blocks == 0:
             return WriteReservation(self._session, pb.ReserveReply(), self.block_bytes, 0)
         try:
-            request.prompt.namespace = self.ensure_open()
+            self._name(request.prompt)
             return self._session.granted(
                 Method.RESERVE,
                 request,
@@ -232,17 +163,24 @@ class NamespaceHandle:
         threads: int = 1,
         policy_time_s: float | None = None,
         category: int = 0,
+        hints: Hints | None = None,
+        n_prompt_tokens: int | None = None,
     ) -> PutResult:
         """Store ``blocks`` ([n, ...], C-contiguous) as blocks ``first_block ..`` of a prompt.
 
         What is stored already is not copied. Copies the rest into this client's own region and makes it
         visible at once, all of it or, if the right ended meanwhile, nothing. With ``durable_within_s`` it
         then waits so long for all of them to be durable, and ``n_durable`` says how many are.
+        ``n_prompt_tokens`` as in ``reserve``.
         """
         if durable_within_s is not None:
             checked_wait_s("durable_within_s", durable_within_s)
         rows = rows_of(blocks, self.block_bytes)
-        result = self._put(tokens, rows, first_block, root, extras, threads, policy_time_s, category)
+        with self.reserve(
+            tokens, n_blocks=len(rows), first_block=first_block, root=root, extras=extras,
+            policy_time_s=policy_time_s, category=category, hints=hints, n_prompt_tokens=n_prompt_tokens,
+        ) as reservation:  # fmt: skip
+            result = _filled(reservation, rows, threads)
         if durable_within_s is None or not len(rows):
             return result
         end = first_block + len(rows)
@@ -250,73 +188,25 @@ class NamespaceHandle:
         n_durable = min(max(done.n_durable - first_block, 0), len(rows))
         return replace(result, n_durable=n_durable, reason=result.reason or done.reason)
 
-    def _put(
-        self,
-        tokens: ArrayLike,
-        rows: Bytes,
-        first_block: int,
-        root: Root,
-        extras: Sequence[ExtraKey],
-        threads: int,
-        policy_time_s: float | None,
-        category: int,
-    ) -> PutResult:
-        n = len(rows)
-        with self.reserve(
-            tokens, n_blocks=n, first_block=first_block, root=root, extras=extras,
-            policy_time_s=policy_time_s, category=category,
-        ) as reservation:  # fmt: skip
-            n_slots = len(reservation)
-            if n_slots == 0:
-                return PutResult(reservation.n_present, 0, 0, reservation.n_skipped, reservation.reason)
-            try:
-                reservation.fill(rows[reservation.n_present : reservation.n_present + n_slots], threads)
-            except EndedError as error:
-                return PutResult(reservation.n_present, 0, 0, n - reservation.n_present, str(error))
-            n_stored, n_duplicate = reservation.commit()
-            n_skipped = n - reservation.n_present - n_stored - n_duplicate
-            return PutResult(reservation.n_present, n_stored, n_duplicate, n_skipped, reservation.reason)
+    def end_session(self, session_id: str) -> int:
+        """No request with this ``Hints.session_id`` will follow: what only it has used goes first from now on.
 
-    def pin(
-        self,
-        tokens: ArrayLike,
-        *,
-        root: Root = DEFAULT_ROOT,
-        extras: Sequence[ExtraKey] = (),
-        ttl_s: float | None = None,
-    ) -> Pinned:
-        """Keep the stored prefix of a prompt from being evicted, until ``unpin`` or for ``ttl_s`` seconds.
-
-        Without ``ttl_s`` for the daemon's ``--lease-default`` (30 s); never longer than its ``--lease-max``, see
-        ``Pinned.ttl_s``. Raises UnavailableError if that can't be promised.
+        Returns how many blocks those are. Raises UnavailableError if the daemon can't be told.
         """
-        request = pb.PinRequest(ttl_s=seconds("ttl_s", ttl_s))
-        self._fill(request.prompt, tokens, root, extras)
-        request.prompt.namespace = self.ensure_open()
-        reply = self._session.call(Method.PIN, request, pb.PinReply)
-        return Pinned(reply.pin_id, reply.n_blocks, reply.ttl_s)
+        check_session_id(session_id)
+        request = pb.EndSessionRequest(namespace=self.ensure_open(), session_id=session_id)
+        return self._session.call(Method.END_SESSION, request, pb.EndSessionReply).n_blocks
 
-    def unpin(self, pinned: Pinned) -> bool:
-        """Let go of a pin; False if it had ended already. Raises UnavailableError."""
-        if not isinstance(pinned, Pinned):
-            raise BadInputError(f"pinned is {pinned!r:.80}; give what pin() returned")
-        reply = self._session.call(Method.UNPIN, pb.UnpinRequest(pin_id=pinned.id), pb.UnpinReply)
-        return reply.found
 
-    def _fill(
-        self,
-        prompt: pb.Prompt,
-        tokens: ArrayLike,
-        root: Root,
-        extras: Sequence[ExtraKey],
-        policy_time_s: float | None = None,
-        category: int = 0,
-    ) -> None:
-        fill_prompt(prompt, rows_of_prompt(self.namespace, tokens), root, extras, policy_time_s, category)
-
-    def _wait_s(self, wait: Wait, request: pb.LeaseRequest | pb.PrefetchRequest) -> float:
-        n_tokens = tokens_asked_for(self.namespace, request.prompt, request.first_block, request.max_blocks)
-        return wait_seconds(wait, n_tokens, self._session.timeout_s)
-
-    def _no_lease(self, reason: str) -> Lease:
-        return Lease(self._session, pb.LeaseReply(), self.block_bytes, 0, reason)
+def _filled(reservation: WriteReservation, rows: Bytes, threads: int) -> PutResult:
+    """Copy what is missing of ``rows`` and commit it."""
+    n_slots, n_present = len(reservation), reservation.n_present
+    if n_slots == 0:
+        return PutResult(n_present, 0, 0, reservation.n_skipped, reservation.reason)
+    try:
+        reservation.fill(rows[n_present : n_present + n_slots], threads, kept=True)
+    except EndedError as error:
+        return PutResult(n_present, 0, 0, len(rows) - n_present, str(error))
+    n_stored, n_duplicate = reservation.commit()
+    n_skipped = len(rows) - n_present - n_stored - n_duplicate
+    return PutResult(n_present, n_stored, n_duplicate, n_skipped, reservation.reason)

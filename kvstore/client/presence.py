@@ -14,7 +14,6 @@ import os
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import numpy as np
 from google.protobuf.message import Message
@@ -23,9 +22,8 @@ from numpy.typing import NDArray
 from kvstore.client.acks import Acknowledgements
 from kvstore.client.claims import Claims
 from kvstore.client.era import Era
-from kvstore.client.greeting import Greeted, greet, join
+from kvstore.client.link import Calls, Events, Greeted, Link
 from kvstore.client.mapping import Regions
-from kvstore.client.transport import Transport
 from kvstore.client.waiting import WaitingCalls
 from kvstore.client.watcher import watch
 from kvstore.errors import KVStoreError, SessionEndedError, UnavailableError
@@ -43,9 +41,9 @@ class Presence:
     Construction connects and raises UnavailableError if that fails and ``required``.
     """
 
-    def __init__(self, path: Path, tenant: str, client_name: str, timeout_s: float, *, required: bool) -> None:
+    def __init__(self, link: Link, tenant: str, client_name: str, timeout_s: float, *, required: bool) -> None:
         self.timeout_s = timeout_s
-        self._path = path
+        self._link = link
         self._tenant = tenant
         self._client_name = client_name
         self._lock = threading.RLock()
@@ -61,8 +59,8 @@ class Presence:
     def _reset(self) -> None:
         """The state of a session that never connected; also what a forked child starts from."""
         self._pid = os.getpid()
-        self._calls: Transport | None = None
-        self._events: Transport | None = None
+        self._calls: Calls | None = None
+        self._events: Events | None = None
         self._token = b""
         self._healthy = threading.Event()
         self._closed = False
@@ -88,6 +86,11 @@ class Presence:
         """Whether the daemon answered last time."""
         return self._healthy.is_set()
 
+    @property
+    def can_wait(self) -> bool:
+        """Whether the daemon has a slower tier, for which requests may wait."""
+        return self._can_wait
+
     def wait_healthy(self, timeout_s: float) -> bool:
         """Block until the daemon answers again, at most ``timeout_s``."""
         return self._healthy.wait(timeout_s)
@@ -100,14 +103,14 @@ class Presence:
 
     def _new_waiting(self) -> WaitingCalls:
         return WaitingCalls(
-            lambda deadline_s: join(self._path, self._token, pb.CHANNEL_WAITS, deadline_s), self._give_back
+            lambda deadline_s: self._link.join(self._token, deadline_s), self._give_back
         )
 
-    def _must_be_up(self) -> Transport:
+    def _must_be_up(self) -> Calls:
         if self._closed:
             raise UnavailableError("the client is closed")
         if self._calls is None or not self._healthy.is_set():
-            raise UnavailableError(f"the daemon at {self._path} is down or does not answer")
+            raise UnavailableError(f"the daemon at {self._link} is down or does not answer")
         return self._calls
 
     def acknowledge(self, method: Method, request: Message) -> None:
@@ -118,11 +121,10 @@ class Presence:
     def _region_unmapped(self, region_id: int) -> None:
         self.acknowledge(Method.REGIONS_UNMAPPED, pb.RegionsUnmappedRequest(region_ids=[region_id]))
 
-    def _give_back(self, transport: Transport) -> None:
+    def _give_back(self, calls: Calls) -> None:
         """What late replies granted is of no use to anyone."""
-        if transport.late:
-            self._acks.give_back(transport.late)
-            transport.late.clear()
+        while calls.late:
+            self._acks.give_back([calls.late.popleft()])
 
     # Connecting ----------------------------------------------------------------------------------
 
@@ -131,7 +133,7 @@ class Presence:
         self._adopt(self._greet(deadline_s))
 
     def _greet(self, deadline_s: float) -> Greeted:
-        return greet(self._path, self._tenant, self._client_name, self._token, deadline_s)
+        return self._link.greet(self._tenant, self._client_name, self._token, deadline_s)
 
     def _adopt(self, greeted: Greeted) -> None:
         reply = greeted.reply
@@ -218,7 +220,7 @@ class Presence:
             self._thread.join()
         self._close_wake()
 
-    def _tell_what_is_over(self, events: Transport) -> None:
+    def _tell_what_is_over(self, events: Events) -> None:
         """At the end: what is acknowledged, and the regions that are unmapped. The rest ends with the process."""
         with contextlib.suppress(KVStoreError):
             deadline_s = time.monotonic() + self.timeout_s
@@ -283,7 +285,7 @@ class Presence:
         # Without the lock: a caller may hold it, waiting for the very room that this gives.
         self.regions.retire(event.retired_regions)
 
-    def _reconnect(self) -> Transport | None:
+    def _reconnect(self) -> Events | None:
         # Without the lock: nobody's call waits for a daemon that does not answer.
         try:
             greeted = self._greet(time.monotonic() + self.timeout_s)
@@ -299,7 +301,7 @@ class Presence:
             self._retry_s, self._beat_at_s, self._beat_sent = RETRY_S_MIN, 0.0, False
             return self._events
 
-    def _break(self, events: Transport, why: str) -> None:
+    def _break(self, events: Events, why: str) -> None:
         with self._lock:
             if self._events is events:
                 self._disconnected(why)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvstore.errors import BadInputError
+from kvstore.hints import Hints
 from kvstore.tokens import hash_array, token_array
 from kvstore.types import ExtraKey, Namespace, Root, RowKind
 from kvstore.wire import kvstore_pb2 as pb
@@ -43,6 +44,13 @@ def fill_prompt(
         prompt.policy_time_s = seconds("policy_time_s", policy_time_s)
     if category:
         prompt.category = count("category", category, 256)
+
+
+def fill_hints(prompt: pb.Prompt, hints: Hints) -> None:
+    """Say what the caller knows about it."""
+    if not isinstance(hints, Hints):
+        raise BadInputError(f"hints is {hints!r:.80}; give a kvstore.Hints")
+    prompt.hints.MergeFrom(pb.Hints(**hints.to_dict()))  # type: ignore[arg-type]
 
 
 def tokens_asked_for(namespace: Namespace, prompt: pb.Prompt, first_block: int, max_blocks: int) -> int:

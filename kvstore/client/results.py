@@ -20,6 +20,8 @@ class Match:
     """Why nothing is known, if the daemon could not be asked."""
     n_dram_blocks: int = 0
     """Leading whole blocks that are in DRAM: what a lease gives without waiting."""
+    by_group: tuple[int, ...] = ()
+    """Of a hybrid namespace, per group: the blocks of the hit if no other but full and MLA groups counted."""
 
 
 @dataclass(frozen=True, slots=True)

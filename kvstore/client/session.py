@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from google.protobuf.message import Message
@@ -13,14 +13,16 @@ from numpy.typing import NDArray
 
 from kvstore.client.mapping import map_regions
 from kvstore.client.presence import Presence
-from kvstore.client.transport import ReplyT, TimedOutError
-from kvstore.client.waiting import CrowdedError, WaitingCalls
+from kvstore.client.slots import Bytes, Slots
+from kvstore.client.transport import RefusedError, ReplyT, TimedOutError
+from kvstore.client.waiting import WaitingCalls
 from kvstore.errors import KVStoreError, ProtocolError, SessionEndedError, UnavailableError
 from kvstore.native import Mapping
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import MAX_DESCRIPTORS, Method
 
 ClaimT = TypeVar("ClaimT")
+MovedT = TypeVar("MovedT")
 
 
 class Session(Presence):
@@ -46,6 +48,8 @@ class Session(Presence):
         except TimedOutError:
             self._suspect()
             raise
+        except RefusedError:
+            raise
         except (UnavailableError, ProtocolError) as error:
             self._disconnected(str(error))
             raise UnavailableError(str(error)) from error
@@ -54,6 +58,10 @@ class Session(Presence):
             raise UnavailableError(str(error)) from error
         self._give_back(calls)
         return reply
+
+    def call_waiting(self, method: Method, request: Message, kind: type[ReplyT], wait_s: float) -> ReplyT:
+        """As ``call``, for what grants nothing and may be answered ``wait_s`` later; other calls go on meanwhile."""
+        return self._wait_for(method, request, kind, wait_s)[0]
 
     def granted(
         self,
@@ -100,7 +108,7 @@ class Session(Presence):
                 if self._waiting is waiting:
                     self._disconnected(str(error))  # the thread says hello again
             raise UnavailableError(str(error)) from error
-        except CrowdedError:
+        except RefusedError:
             raise
         except (UnavailableError, ProtocolError) as error:
             if self._waiting is waiting:
@@ -126,6 +134,44 @@ class Session(Presence):
                 else:
                     return
         self.acknowledge(Method.RELEASE, pb.ReleaseRequest(lease_id=lease_id))
+
+    def slots(self, claim_id: int, message: pb.Slots | None, block_bytes: int, *, writable: bool) -> Slots:
+        """The blocks that a claim holds (None for none), as this process reaches them. Call with the lock held.
+
+        Raises UnavailableError if they can't be.
+        """
+        return self._link.slots(self, claim_id, message, block_bytes, writable=writable)
+
+    def reads_at_once(self, rows: Bytes) -> bool:
+        """Whether ``read_at_once`` is there, and for as much: where blocks come over the connection."""
+        return self._link.reads_at_once(rows)
+
+    def read_at_once(self, request: pb.LeaseRequest, rows: Bytes) -> pb.LeaseReply:
+        """Lease, copy what the lease holds to the first ``rows`` (uint8 [n, block_bytes]), and release.
+
+        Raises as ``call``, then ``rows`` hold nothing that can be used. The daemon may take ``wait_s`` longer.
+        """
+        return self._link.read_at_once(self, request, rows)
+
+    def bulk(self, move: Callable[[Any], MovedT]) -> MovedT:
+        """Move bytes of blocks over the session's connection: ``move(calls)``, while other calls go on.
+
+        Raises what the daemon answers, or UnavailableError by the deadline.
+        """
+        with self.exclusive():
+            calls = self._must_be_up()
+        try:
+            return move(calls)
+        except TimedOutError:
+            self._suspect()
+            raise
+        except RefusedError:
+            raise
+        except (UnavailableError, ProtocolError, SessionEndedError) as error:
+            with self._lock:
+                if self._calls is calls:
+                    self._disconnected(str(error))
+            raise UnavailableError(str(error)) from error
 
     def mappings(self, region_ids: list[int], *, writable: bool) -> dict[int, Mapping]:
         """The mappings of these regions, made where they are missing. Raises UnavailableError if that fails."""

@@ -7,11 +7,12 @@ import os
 import select
 import socket
 import time
-from pathlib import Path
+from collections import deque
 from typing import TypeVar
 
 from google.protobuf.message import Message
 
+from kvstore.client.address import Address
 from kvstore.errors import ProtocolError, UnavailableError
 from kvstore.wire import faults
 from kvstore.wire import kvstore_pb2 as pb
@@ -42,6 +43,10 @@ class TimedOutError(UnavailableError):
     """No answer by the deadline. The connection is intact; the answer may still come and is then skipped."""
 
 
+class RefusedError(UnavailableError):
+    """Only this call could not be served; says nothing about the daemon or the connection."""
+
+
 class Transport:
     """One connection to a daemon. Not thread-safe.
 
@@ -49,27 +54,18 @@ class Transport:
     what they granted.
     """
 
-    def __init__(self, path: Path, timeout_s: float) -> None:
+    def __init__(self, address: Address, timeout_s: float) -> None:
         """Connect; raises UnavailableError with the way out if nobody answers there."""
-        self.late: list[Message] = []
-        self._path = path
+        self.late: deque[Message] = deque()
+        self._address = address
         self._inbox = bytearray()
         self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._next_id = 1
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._sock.settimeout(timeout_s)
+        self._sock = address.connect(timeout_s)
         # On a single core the daemon can only answer while this process sleeps.
-        self._spin_s = SPIN_S if len(os.sched_getaffinity(0)) > 1 else 0.0
+        self._spin_s = SPIN_S if address.spins and len(os.sched_getaffinity(0)) > 1 else 0.0
         self._poller = select.poll()
         self._poller.register(self._sock, select.POLLIN)
-        try:
-            self._sock.connect(os.fspath(path))
-        except OSError as error:
-            self._sock.close()
-            raise UnavailableError(
-                f"no kvstore daemon answers at {path} ({error.strerror or error}): "
-                f"start one with `kvstore serve --socket {path}`"
-            ) from error
 
     def fileno(self) -> int:
         """The descriptor to poll."""
@@ -185,4 +181,4 @@ class Transport:
         self._sock.settimeout(left_s)
 
     def _timed_out(self) -> TimedOutError:
-        return TimedOutError(f"the daemon at {self._path} gave no answer in time: is it stopped or overloaded?")
+        return TimedOutError(f"the daemon at {self._address} gave no answer in time: is it stopped or overloaded?")

@@ -15,7 +15,8 @@ from typing import Literal
 import numpy as np
 from google.protobuf.message import Message
 
-from kvstore.client.transport import ReplyT, TimedOutError, Transport
+from kvstore.client.link import Calls
+from kvstore.client.transport import RefusedError, ReplyT, TimedOutError
 from kvstore.errors import BadInputError, ProtocolError, UnavailableError
 from kvstore.wire.framing import Method
 
@@ -59,21 +60,21 @@ def checked_wait_s(name: str, value: object) -> float:
     return float(value)
 
 
-class CrowdedError(UnavailableError):
-    """All connections on which this client's threads may wait are taken; says nothing about the daemon."""
+class CrowdedError(RefusedError):
+    """All connections on which this client's threads may wait are taken."""
 
 
 class WaitingCalls:
     """Connections for requests that may wait, made when needed and used again. Callable from any thread."""
 
-    def __init__(self, connect: Callable[[float], Transport], give_back: Callable[[Transport], None]) -> None:
+    def __init__(self, connect: Callable[[float], Calls], give_back: Callable[[Calls], None]) -> None:
         """``connect(deadline_s)`` makes one; ``give_back`` gets those on which late replies have come."""
         self._connect = connect
         self._give_back = give_back
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(CONNECTIONS_MAX)
-        self._idle: list[Transport] = []
-        self._busy: set[Transport] = set()
+        self._idle: list[Calls] = []
+        self._busy: set[Calls] = set()
         self._ended = False
 
     def call(self, method: Method, request: Message, kind: type[ReplyT], deadline_s: float) -> ReplyT:
@@ -85,7 +86,7 @@ class WaitingCalls:
             broken = False
             try:
                 return transport.call(method, request, kind, deadline_s)
-            except TimedOutError:
+            except (TimedOutError, RefusedError):
                 raise  # the reply may still come; the next call finds it
             except (UnavailableError, ProtocolError):
                 broken = True
@@ -109,7 +110,7 @@ class WaitingCalls:
             else:
                 transport.shut_down()
 
-    def _take(self, deadline_s: float) -> Transport:
+    def _take(self, deadline_s: float) -> Calls:
         with self._lock:
             transport = self._idle.pop() if self._idle else None
         if transport is None:
@@ -121,7 +122,7 @@ class WaitingCalls:
         self._put_back(transport, broken=True)
         raise UnavailableError("the connection to the daemon was lost meanwhile")
 
-    def _put_back(self, transport: Transport, broken: bool) -> None:
+    def _put_back(self, transport: Calls, broken: bool) -> None:
         if transport.late:
             self._give_back(transport)
         with self._lock:

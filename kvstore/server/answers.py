@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from kvstore.errors import KVStoreError, SessionEndedError
+from kvstore.logs import about
 from kvstore.server.connection import Connection
 from kvstore.server.handlers import Reply
+from kvstore.server.monitor import Monitor
 from kvstore.server.session import Session
 from kvstore.wire import faults
 from kvstore.wire.framing import FLAG_ERROR, FLAG_NO_REPLY, FLAG_REPLY, Method, encode
@@ -29,6 +32,7 @@ class _Slow:
     request_id: int
     result: Awaitable[Reply]
     task: asyncio.Task[None] | None = None
+    begun_s: float = 0.0
     started: bool = False
     cancelled: bool = False
 
@@ -39,14 +43,18 @@ class Answers:
     Single-threaded; no call but ``cancel_all`` waits.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, dispatch: Dispatch, after: Callable[[], None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, dispatch: Dispatch, after: Callable[[], None], monitor: Monitor
+    ) -> None:
         self._loop = loop
+        self._monitor = monitor
         self._dispatch = dispatch
         self._after = after
         self._slow: dict[Connection, _Slow] = {}
 
     def on_frame(self, connection: Connection, method: int, flags: int, request_id: int, payload: bytes) -> None:
         """Work on one frame. Whatever it causes, the daemon goes on and the client hears of it."""
+        begun_s = time.perf_counter()
         try:
             result = self._dispatch(connection, method, payload)
         except Exception as error:
@@ -56,8 +64,9 @@ class Answers:
             self._after()
         if isinstance(result, Reply):
             _send(connection, method, flags, request_id, result)
+            self._monitor.answered(method, time.perf_counter() - begun_s, _session_of(connection), result.message)
             return
-        slow = self._slow[connection] = _Slow(connection, method, flags, request_id, result)
+        slow = self._slow[connection] = _Slow(connection, method, flags, request_id, result, begun_s=begun_s)
         connection.pause(lambda: self.cancel(connection))
         slow.task = self._loop.create_task(self._answer(slow))
 
@@ -84,6 +93,8 @@ class Answers:
         try:
             reply = await slow.result
             _send(slow.connection, slow.method, slow.flags, slow.request_id, reply)
+            took_s = time.perf_counter() - slow.begun_s
+            self._monitor.answered(slow.method, took_s, _session_of(slow.connection), reply.message, waited=True)
         except asyncio.CancelledError:
             ended = SessionEndedError("the session ended while this request waited: say hello again")
             self._fail(slow.connection, slow.method, slow.request_id, ended)
@@ -96,7 +107,9 @@ class Answers:
 
     def _fail(self, connection: Connection, method: int, request_id: int, error: Exception) -> None:
         if not isinstance(error, KVStoreError):
-            log.error("a %s request failed", Method(method).name, exc_info=error)
+            name = Method(method).name
+            log.error("a %s request failed", name, exc_info=error, extra=about("request_failed", method=name.lower()))
+        self._monitor.failed(method)
         connection.send(encode(method, FLAG_REPLY | FLAG_ERROR, request_id, faults.to_message(error)))
         if not isinstance(connection.context, Session):
             connection.close_after_sending()
@@ -105,3 +118,7 @@ class Answers:
 def _send(connection: Connection, method: int, flags: int, request_id: int, reply: Reply) -> None:
     if not flags & FLAG_NO_REPLY:
         connection.send(encode(method, FLAG_REPLY, request_id, reply.message), reply.descriptors)
+
+
+def _session_of(connection: Connection) -> Session | None:
+    return connection.context if isinstance(connection.context, Session) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 from kvstore.clock import Clock
@@ -29,8 +30,10 @@ def make_store(
     ``succession`` is told of all its memory, and says what to take over. Blocks while an NVMe tier reads its
     catalog. Raises ConfigError if a tier can't be used as it is.
     """
-    nvme = _open_nvme(config, clock, files)
-    try:
+    with ExitStack() as opened:
+        nvme = _open_nvme(config, clock, files)
+        if nvme is not None:
+            opened.callback(nvme.close)
         dram = DramTier(
             config.dram_bytes,
             region_bytes=config.region_bytes_effective,
@@ -39,6 +42,7 @@ def make_store(
             ledger=succession.keeper if succession is not None else None,
             former=succession.former if succession is not None else None,
         )
+        opened.callback(dram.close)
         index = PrefixIndex(make_policy(config.policy), nvme=nvme is not None)
         limits = LeaseLimits(config.lease_s_default, config.lease_s_max)
         write = WriteBehind(
@@ -48,14 +52,14 @@ def make_store(
             config.io_timeout_s,
         )
         spare_bytes = config.region_bytes_effective
-        store = Store(index, dram, clock, limits, spare_bytes=spare_bytes, nvme=nvme, write=write)
+        store = Store(
+            index, dram, clock, limits, spare_bytes=spare_bytes, nvme=nvme, write=write,
+            skips_generated=config.generated_tokens == "skip",
+        )  # fmt: skip
         if succession is not None:
             store.counters.add("taken_over_blocks", succession.adopt_blocks(store))
+        opened.pop_all()
         return store
-    except BaseException:
-        if nvme is not None:
-            nvme.close()
-        raise
 
 
 def close_store(store: Store) -> None:
@@ -63,6 +67,13 @@ def close_store(store: Store) -> None:
     store.dram.close()
     if store.hierarchy is not None:
         store.hierarchy.nvme.close()
+
+
+def leave_store_to_parent(store: Store) -> None:
+    """In a forked child: memory and the lock of the directory don't outlive the parent's use of them here."""
+    store.dram.after_fork()
+    if store.hierarchy is not None:
+        store.hierarchy.nvme.after_fork()
 
 
 def _open_nvme(config: DaemonConfig, clock: Clock, files: Files | None) -> NvmeTier | None:
@@ -88,11 +99,12 @@ def _check_place(directory: Path, capacity_bytes: int) -> None:
     except OSError as error:
         # One level is made; a longer path that is missing is more likely a mistake than a wish.
         raise ConfigError(
-            f"{folder} can't be used for --nvme-dir: {error.strerror}; make it, or name another"
+            f"{folder} can't be used for --nvme-dir: {error.strerror}; make it, or name another", ("nvme_dir",)
         ) from error
     disk_bytes = facts.f_blocks * facts.f_frsize
     if capacity_bytes > disk_bytes:
         raise ConfigError(
             f"an NVMe tier of {format_size(capacity_bytes)} does not fit the {format_size(disk_bytes)} "
-            f"of the file system of {folder}: lower --nvme or name another --nvme-dir"
+            f"of the file system of {folder}: lower --nvme or name another --nvme-dir",
+            ("nvme_bytes", "nvme_dir"),
         )

@@ -142,6 +142,14 @@ class Connection:
         self._outbox.clear()
         self._on_close(self)
 
+    def after_fork(self) -> None:
+        """In a forked child: the connection ends when its owner closes it, whatever becomes of the child.
+
+        Nothing else may be done there: the loop's selector is shared with the owner.
+        """
+        self.closed = True
+        self._sock.close()
+
     def _readable(self) -> None:
         try:
             n_bytes = self._sock.recv_into(_received)

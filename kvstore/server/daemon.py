@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -10,17 +11,28 @@ import struct
 import time
 from collections.abc import Awaitable
 
+from google.protobuf.message import Message
+
 from kvstore import __version__
 from kvstore.clock import Clock, SystemClock
 from kvstore.config import DaemonConfig
-from kvstore.errors import BadInputError, ProtocolError, SessionEndedError, VersionError
+from kvstore.errors import BadInputError, ProtocolError, SessionEndedError
+from kvstore.http.source import Phase
 from kvstore.lease import Lease
+from kvstore.logs import about
 from kvstore.server.answers import Answers
-from kvstore.server.compose import close_store, make_store
+from kvstore.server.compose import close_store, leave_store_to_parent, make_store
 from kvstore.server.connection import Connection
+from kvstore.server.grpc import open_server
 from kvstore.server.handlers import Handlers, Reply
+from kvstore.server.hello import CLIENT_NAME_CHARS_MAX, Greeting, check_version, hello_reply
 from kvstore.server.jobs import JobPump
 from kvstore.server.listen import ListeningSocket
+from kvstore.server.monitor import Monitor
+from kvstore.server.notices import Notices
+from kvstore.server.operators import register_operators
+from kvstore.server.prompts import PromptReader
+from kvstore.server.remote import RemoteSessions
 from kvstore.server.session import Session, Sessions, peer_pidfd
 from kvstore.server.succession import Succession
 from kvstore.tiers.nvme.files import Files
@@ -28,8 +40,6 @@ from kvstore.types import Namespace
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import (
     MAX_PAYLOAD_BYTES,
-    PROTOCOL_VERSION_MAX,
-    PROTOCOL_VERSION_MIN,
     REQUESTS,
     Method,
     decode,
@@ -38,7 +48,6 @@ from kvstore.wire.framing import (
 TICK_S = 0.05
 LATE_HEARTBEATS_ALLOWED = 3
 ACCEPT_PAUSE_S = 1.0
-CLIENT_NAME_CHARS_MAX = 256
 WAITS_PER_SESSION_MAX = 32
 """Connections of one client on which requests may wait."""
 GREETINGS_MAX = 64
@@ -60,34 +69,46 @@ class Daemon:
         self._config = config
         self._clock = clock or SystemClock()
         self._loop = asyncio.get_running_loop()
-        self._listening = ListeningSocket(config.socket_path)
         self.epoch = time.time_ns()
-        try:
+        self.monitor = Monitor(self._loop, config.log, self.stats)
+        with contextlib.ExitStack() as undo:
+            self._listening = ListeningSocket(config.socket_path) if config.socket_path is not None else None
+            if self._listening is not None:
+                undo.callback(self._listening.close)
+            undo.callback(self.monitor.stop)
+            self.monitor.listen(config.metrics)  # before the store: that may take long to open
             self._succession = Succession(config, str(self.epoch))
             self.store = make_store(config, self._clock, files, self._succession)
-        except BaseException:
-            self._listening.close()
-            raise
-        self._started_s = self._clock.now_s()
-        self._pump = JobPump(self._loop, self.store.jobs, self.store.pump)
-        self._answers = Answers(self._loop, self._dispatch, self._after_request)
-        self.sessions = Sessions(self._loop.add_reader, self._loop.remove_reader)
-        self._adopt_sessions()
-        self._handlers = Handlers(
-            self.store, config.policy_clock == "client", self._more_stats, self._ask_to_unmap, self.epoch
-        )
+            undo.callback(close_store, self.store)
+            self._started_s = self._clock.now_s()
+            self._pump = JobPump(self._loop, self.store.jobs, self.store.pump)
+            self._answers = Answers(self._loop, self._dispatch, self.after_request, self.monitor)
+            self.sessions = Sessions(self._loop.add_reader, self._loop.remove_reader)
+            self._notices = Notices(self.store.dram, self.sessions)
+            self._adopt_sessions()
+            prompts = PromptReader(self.store, config.policy_clock == "client")
+            self._handlers = Handlers(
+                self.store, config.policy_clock == "client", self.stats, self._notices.ask_to_unmap, self.epoch
+            )
+            register_operators(self._handlers.by_method, self.store, prompts, self.sessions, self.epoch)
+            self.remote = RemoteSessions(self._loop, self, self._clock)
+            self._grpc = open_server(config.grpc, self._loop, self, self.remote, config.max_clients)
+            undo.pop_all()
         self._connections: set[Connection] = set()
         self._tick_handle: asyncio.TimerHandle | None = None
         self._tick_due_s = 0.0
-        self._loop_lag_s_max = 0.0
         self._pump_is_due = False
-        self._asked_to_unmap: dict[int, set[int]] = {}
 
     def start(self) -> None:
         """Accept clients from now on."""
         self._succession.start_serving(self.store)
-        self._loop.add_reader(self._listening.sock, self._accept)
+        if self._has_nvme:
+            self._pump.start_threads()
+        self._accept_again()
+        if self._grpc is not None:
+            self._grpc.start()
         self._schedule_tick()
+        self.monitor.enter(Phase.SERVING)
 
     async def stop(self) -> bool:
         """Close every connection, write what waits for it, give back memory, descriptors and the socket file.
@@ -95,24 +116,40 @@ class Daemon:
         Takes ``drain_s`` at most, however long the disk takes. False if a thread still has something in its
         hands then: memory and files stay as they are until the process ends.
         """
+        self.monitor.enter(Phase.DRAINING)
         self._succession.leave()  # first: what ends now does not end for the next daemon
-        self._loop.remove_reader(self._listening.sock)
-        self._listening.refuse()
+        if self._listening is not None:
+            self._loop.remove_reader(self._listening.sock)
+            self._listening.refuse()
         await self._answers.cancel_all()
         for connection in list(self._connections):
             connection.close()
+        if self._grpc is not None:
+            await self._grpc.stop()
         for session in self.sessions:
-            self._forget(session)
+            self.end_session(session)
         drained = await self._drain(self._loop.time() + self._config.drain_s)
         if self._tick_handle is not None:
             self._tick_handle.cancel()
-        self._pump.close()
+        self._pump.close(join=drained)
         if not (drained and self._idle):
-            log.warning("the disk did not finish within %.1f s: what it has not written is lost", self._config.drain_s)
+            log.warning(
+                "the disk did not finish within %.1f s: what it has not written is lost", self._config.drain_s,
+                extra=about("drain_cut_short", drain_s=self._config.drain_s),
+            )  # fmt: skip
         if drained:
             close_store(self.store)
-        self._listening.close()
+        if self._listening is not None:
+            self._listening.close()
+        self.monitor.stop()
         return drained
+
+    def after_fork(self) -> None:
+        """In a forked child of a program that the daemon is a thread of: let go of what the child inherited."""
+        for connection in self._connections:
+            connection.after_fork()
+        self.monitor.after_fork()
+        leave_store_to_parent(self.store)
 
     async def _drain(self, deadline_s: float) -> bool:
         """Write what only DRAM holds; let the store's jobs end, and those that follow from them."""
@@ -137,35 +174,47 @@ class Daemon:
 
     # Connections ---------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
+    def _accept(self, listening: socket.socket) -> None:
         try:
-            sock, _ = self._listening.sock.accept()
+            sock, _ = listening.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
             # Out of descriptors: clients wait in the socket's queue until some are free again.
-            log.error("no client can be accepted for %.0f s: %s", ACCEPT_PAUSE_S, error)
-            self._loop.remove_reader(self._listening.sock)
+            log.error(
+                "no client can be accepted for %.0f s: %s", ACCEPT_PAUSE_S, error,
+                extra=about("accept_paused", pause_s=ACCEPT_PAUSE_S, error=error.strerror),
+            )  # fmt: skip
+            self._loop.remove_reader(listening)
             self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
             return
+        self.take(sock)
+
+    def take(self, sock: socket.socket) -> None:
+        """Serve the client at the other end of a connected Unix socket, which belongs to the daemon from now on.
+
+        Closes it if the client is another user's, or one too many.
+        """
         sock.setblocking(False)
         pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid not in (os.getuid(), 0) or len(self._connections) >= self._connections_max:
-            log.warning("a connection of user %d, process %d was refused", uid, pid)
+            log.warning(
+                "a connection of user %d, process %d was refused", uid, pid,
+                extra=about("connection_refused", uid=uid, pid=pid),
+            )  # fmt: skip
             sock.close()
             return
         connection = Connection(self._loop, sock, self._answers.on_frame, self._on_close)
-        connection.context = _Greeting(sock, pid, self._clock.now_s() + self._config.hello_s)
+        connection.context = Greeting(sock, pid, self._clock.now_s() + self._config.hello_s)
         self._connections.add(connection)
 
     def _accept_again(self) -> None:
-        if self._listening.sock.fileno() >= 0:
-            self._loop.add_reader(self._listening.sock, self._accept)
+        if self._listening is not None and self._listening.sock.fileno() >= 0:
+            self._loop.add_reader(self._listening.sock, self._accept, self._listening.sock)
 
     @property
     def _connections_max(self) -> int:
-        each = 2 + (WAITS_PER_SESSION_MAX if self._has_nvme else 0)
-        return each * self._config.max_clients + GREETINGS_MAX
+        return (2 + WAITS_PER_SESSION_MAX) * self._config.max_clients + GREETINGS_MAX
 
     def _on_close(self, connection: Connection) -> None:
         self._connections.discard(connection)
@@ -178,10 +227,12 @@ class Daemon:
             session.events = None
         elif session.calls is connection and self.sessions.get(session.id) is session:
             self._cut_off(session)
+            if not session.remote and not self.store.is_used_by(session.id):
+                self.end_session(session)  # its process may live for long and connect again and again
 
     def _dispatch(self, connection: Connection, method: int, payload: bytes) -> Reply | Awaitable[Reply]:
         session = connection.context
-        if isinstance(session, _Greeting):
+        if isinstance(session, Greeting):
             if method != Method.HELLO:
                 raise ProtocolError(f"the first message must be HELLO, not {Method(method).name}")
             return self._hello(connection, session, decode(pb.HelloRequest, payload))
@@ -189,27 +240,25 @@ class Daemon:
             raise ProtocolError("the connection belongs to no session")
         if not session.live and method not in ACKNOWLEDGEMENTS:
             raise SessionEndedError("the session has ended (no heartbeat for too long, or goodbye): say hello again")
+        if method == Method.GOODBYE:
+            self.end_session(session)
+            return Reply(pb.GoodbyeReply())
+        return self.answer(session, method, decode(REQUESTS[method], payload))
+
+    def answer(self, session: Session, method: int, request: Message) -> Reply | Awaitable[Reply]:
+        """Work on a request of a live session, whatever way it came."""
         if method == Method.HEARTBEAT:
             session.heartbeat_at_s = self._clock.now_s()
             return Reply(pb.HeartbeatReply(epoch=self.epoch))
-        if method == Method.GOODBYE:
-            self._forget(session)
-            return Reply(pb.GoodbyeReply())
         handler = self._handlers.by_method.get(method)
         if handler is None:
             raise ProtocolError(f"{Method(method).name} can't be asked for here")
-        return handler(session, decode(REQUESTS[method], payload))
+        return handler(session, request)
 
     # Sessions ------------------------------------------------------------------------------------
 
-    def _hello(self, connection: Connection, greeting: _Greeting, request: pb.HelloRequest) -> Reply:
-        version = min(request.version_max, PROTOCOL_VERSION_MAX)
-        if version < max(request.version_min, PROTOCOL_VERSION_MIN):
-            raise VersionError(
-                f"the client speaks protocol versions {request.version_min}..{request.version_max}, "
-                f"this daemon (kvstored "
-                f"{__version__}) {PROTOCOL_VERSION_MIN}..{PROTOCOL_VERSION_MAX}: install matching versions"
-            )
+    def _hello(self, connection: Connection, greeting: Greeting, request: pb.HelloRequest) -> Reply:
+        check_version(request)
         if request.channel == pb.CHANNEL_CALLS:
             session = self._resume_session(greeting, request) or self._open_session(greeting, request)
             session.calls = connection
@@ -217,18 +266,14 @@ class Daemon:
             session = self._join_session(connection, request)
         connection.context = session
         connection.payload_bytes_max = MAX_PAYLOAD_BYTES
-        reply = pb.HelloReply(
-            version=version,
-            session_id=session.id,
-            session_token=session.token,
-            epoch=self.epoch,
-            heartbeat_s=self._config.heartbeat_s,
-            lease_s_max=self._config.lease_s_max,
-            server_version=__version__,
-            generations_bytes=self.store.dram.generations_bytes,
-            can_wait=self._has_nvme,
+        return Reply(
+            self.hello_reply(session, request),
+            (self.store.dram.generations_fd,) if session.calls is connection else (),
         )
-        return Reply(reply, (self.store.dram.generations_fd,) if session.calls is connection else ())
+
+    def hello_reply(self, session: Session, request: pb.HelloRequest) -> pb.HelloReply:
+        """What a client is told of its session."""
+        return hello_reply(session, request, self.epoch, self._config, self.store)
 
     def _join_session(self, connection: Connection, request: pb.HelloRequest) -> Session:
         """The session to which an events or waits connection belongs from now on."""
@@ -239,14 +284,14 @@ class Daemon:
             previous, session.events = session.events, connection
             if isinstance(previous, Connection):
                 previous.close()
-            self._loop.call_soon(self._ask_to_unmap)  # once the answer to this is on its way
+            self._loop.call_soon(self._notices.ask_to_unmap)  # once the answer to this is on its way
         elif len(session.waits) < WAITS_PER_SESSION_MAX:
             session.waits.add(connection)
         else:
             raise BadInputError(f"the session has {WAITS_PER_SESSION_MAX} connections to wait on, the most: share them")
         return session
 
-    def _resume_session(self, greeting: _Greeting, request: pb.HelloRequest) -> Session | None:
+    def _resume_session(self, greeting: Greeting, request: pb.HelloRequest) -> Session | None:
         """The session whose token the same process shows again: its rights are gone, its holds go on."""
         session = self.sessions.by_token(request.session_token) if request.session_token else None
         if (
@@ -261,16 +306,13 @@ class Daemon:
             previous.close()
         self._end_waits(session)
         self.store.end_rights(session.id)
-        self._asked_to_unmap.pop(session.id, None)  # what was asked may have been lost
+        self._notices.forget(session.id)
         session.live = True
         session.heartbeat_at_s = self._clock.now_s()
         return session
 
-    def _open_session(self, greeting: _Greeting, request: pb.HelloRequest) -> Session:
-        if len(self.sessions) >= self._config.max_clients:
-            raise BadInputError(
-                f"{self._config.max_clients} clients are connected, the most this daemon takes (--max-clients)"
-            )
+    def _open_session(self, greeting: Greeting, request: pb.HelloRequest) -> Session:
+        self.must_have_room()
         # The same rules for a tenant's name as everywhere.
         tenant = request.tenant or "default"
         Namespace.check_tenant(tenant)
@@ -280,21 +322,31 @@ class Daemon:
             greeting.pid,
             peer_pidfd(greeting.sock, greeting.pid),
             self._clock.now_s(),
-            self._forget,
+            self.end_session,
         )
         self._succession.session_opened(session)
         return session
+
+    def must_have_room(self) -> None:
+        """For one more client; raises BadInputError."""
+        if len(self.sessions) >= self._config.max_clients:
+            raise BadInputError(
+                f"{self._config.max_clients} clients are connected, the most this daemon takes (--max-clients)"
+            )
 
     def _adopt_sessions(self) -> None:
         for each in self._succession.former_sessions():
             session = Session(
                 each.id, each.tenant, each.client_name, each.pid, each.pidfd, self._clock.now_s(), each.token
             )
-            self.sessions.adopt(session, self._forget)
+            self.sessions.adopt(session, self.end_session)
             self._succession.session_opened(session)
         self.sessions.start_after(self._succession.last_session_id)
 
     def _cut_off(self, session: Session) -> None:
+        if session.remote:
+            self.remote.end_by_id(session)
+            return
         session.live = False
         self._end_waits(session)
         self.store.end_rights(session.id)
@@ -306,15 +358,17 @@ class Daemon:
         for connection in list(session.waits):
             connection.close()
 
-    def _forget(self, session: Session) -> None:
+    def end_session(self, session: Session) -> None:
+        """Nothing that the session held is in use any more."""
         self._succession.session_gone(session.id)
         if self.sessions.forget(session):
             self._end_waits(session)
-            self._asked_to_unmap.pop(session.id, None)
+            self._notices.forget(session.id)
             self.store.forget_session(session.id)
             self._handlers.memory_came_back()
 
-    def _after_request(self) -> None:
+    def after_request(self) -> None:
+        """A request has been worked on: what follows from it is due."""
         self._succession.after_request(self.store)
         if self.store.has_work and not self._pump_is_due:
             self._pump_is_due = True
@@ -332,14 +386,14 @@ class Daemon:
         self._tick_handle = self._loop.call_at(self._tick_due_s, self._tick)
 
     def _tick(self) -> None:
-        self._loop_lag_s_max = max(self._loop_lag_s_max * 0.99, self._loop.time() - self._tick_due_s)
+        self.monitor.tick(self._loop.time() - self._tick_due_s)
         try:
             self.store.tick()
             self._succession.tick(self.store)
             self._pump.pump()
             self._end_overdue()
             self._tell_ended()
-            self._ask_to_unmap()
+            self._notices.ask_to_unmap()
         finally:
             self._schedule_tick()
 
@@ -353,68 +407,38 @@ class Daemon:
                     session.client_name,
                     session.pid,
                     silence_s,
+                    extra=about("client_silent", client=session.client_name, session=session.id, pid=session.pid),
                 )
                 self._cut_off(session)
         for connection in list(self._connections):
-            if isinstance(connection.context, _Greeting) and connection.context.deadline_s < now_s:
+            if isinstance(connection.context, Greeting) and connection.context.deadline_s < now_s:
                 connection.close()
 
     def _tell_ended(self) -> None:
         events: dict[int, pb.Event] = {}
         for claim in self.store.expire():
-            for session_id in claim.holders:
+            for session_id in list(claim.holders):
                 event = events.setdefault(session_id, pb.Event())
                 (event.ended_leases if isinstance(claim, Lease) else event.ended_reservations).append(claim.id)
-        for session_id, event in events.items():
-            self._send_event(session_id, event)
+                session = self.sessions.get(session_id)
+                if session is not None and session.remote:
+                    self.remote.end_claim(session, isinstance(claim, Lease), claim.id)
+        self._notices.tell(events)
 
-    def _ask_to_unmap(self) -> None:
-        for session_id, region_ids in self.store.dram.pending_unmaps().items():
-            asked = self._asked_to_unmap.setdefault(session_id, set())
-            fresh = [region_id for region_id in region_ids if region_id not in asked]
-            if fresh and self._send_event(session_id, pb.Event(retired_regions=fresh)):
-                asked.update(fresh)
-
-    def _send_event(self, session_id: int, event: pb.Event) -> bool:
-        session = self.sessions.get(session_id)
-        if session is None or session.events is None:
-            return False
-        session.events.send_event(event)
-        return True
-
-    def _more_stats(self) -> tuple[dict[str, float], dict[str, str]]:
-        numbers = {
+    def stats(self) -> tuple[dict[str, float], dict[str, str]]:
+        """Counters and gauges, and facts in words, of the daemon and its store."""
+        numbers, texts = self.store.stats()
+        numbers |= {
             "sessions": float(sum(1 for session in self.sessions if session.live)),
             "sessions_lingering": float(sum(1 for session in self.sessions if not session.live)),
-            "loop_lag_s_max": self._loop_lag_s_max,
+            "grpc_sessions": float(len(self.remote)),
+            "loop_lag_s_max": self.monitor.loop_lag_s_max,
             "uptime_s": self._clock.now_s() - self._started_s,
             "jobs_running": float(self._pump.n_running),
             "jobs_failed": float(self._pump.n_failed),
         }
-        return numbers, {
+        return numbers, texts | {
             "server_version": __version__,
             "policy": self._config.policy,
             "epoch": str(self.epoch),
         }
-
-
-class _Greeting:
-    """What is known of a connection before its hello."""
-
-    def __init__(self, sock: socket.socket, pid: int, deadline_s: float) -> None:
-        self.sock = sock
-        self.pid = pid
-        self.deadline_s = deadline_s
-
-
-async def serve(config: DaemonConfig, ready: asyncio.Event | None = None, stop: asyncio.Event | None = None) -> None:
-    """Run a daemon until ``stop`` is set."""
-    stop = stop or asyncio.Event()
-    daemon = Daemon(config)
-    daemon.start()
-    if ready is not None:
-        ready.set()
-    try:
-        await stop.wait()
-    finally:
-        await daemon.stop()

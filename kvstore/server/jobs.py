@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 
 from kvstore.jobs import Job, Jobs, Lane
+from kvstore.logs import about
 
 THREADS: Mapping[Lane, int] = {Lane.READ: 4, Lane.WRITE: 3, Lane.CATALOG: 1}
 
@@ -30,6 +31,7 @@ class JobPump:
         self._feed = feed
         self._jobs = jobs
         self._queues: dict[Lane, SimpleQueue[Job | None]] = {}
+        self._threads: list[threading.Thread] = []
         self._ran: deque[Job] = deque()
         self._woken = False
         self._closed = False
@@ -58,12 +60,23 @@ class JobPump:
                 await self._quiet.wait()
         return self._quiet.is_set()
 
-    def close(self) -> None:
-        """Take nothing back any more. Threads end with the job they are at, if that ever ends. Idempotent."""
+    def start_threads(self) -> None:
+        """Start all threads now, not with the first job: at the end of a program none can be started any more."""
+        for lane in THREADS:
+            self._queue(lane)
+
+    def close(self, *, join: bool = False) -> None:
+        """Take nothing back any more. Threads end with the job they are at, if that ever ends. Idempotent.
+
+        With ``join``, for when no job is running, they have ended afterwards.
+        """
         self._closed = True
         for lane, queue in self._queues.items():
             for _ in range(THREADS[lane]):
                 queue.put(None)
+        if join:
+            for thread in self._threads:
+                thread.join()
 
     def _queue(self, lane: Lane) -> SimpleQueue[Job | None]:
         queue = self._queues.get(lane)
@@ -71,7 +84,9 @@ class JobPump:
             queue = self._queues[lane] = SimpleQueue()
             for number in range(THREADS[lane]):
                 name = f"kvstore-{lane.value}-{number}"
-                threading.Thread(target=self._work, args=(queue,), name=name, daemon=True).start()
+                thread = threading.Thread(target=self._work, args=(queue,), name=name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
         return queue
 
     def _work(self, queue: SimpleQueue[Job | None]) -> None:
@@ -82,7 +97,9 @@ class JobPump:
                 job.run()
             except BaseException:
                 self.n_failed += 1
-                log.exception("a %s job failed where none may", job.lane.value)
+                log.exception(
+                    "a %s job failed where none may", job.lane.value, extra=about("job_failed", lane=job.lane.value)
+                )
             self._ran.append(job)
             if not self._woken:
                 self._woken = True
@@ -99,7 +116,9 @@ class JobPump:
             except Exception:
                 # The daemon goes on: what it holds for this job stays as it is, and clients get misses.
                 self.n_failed += 1
-                log.exception("a %s job could not be taken in", job.lane.value)
+                log.exception(
+                    "a %s job could not be taken in", job.lane.value, extra=about("job_lost", lane=job.lane.value)
+                )
         self.pump()
         if not self.n_running:
             self._quiet.set()

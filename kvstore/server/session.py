@@ -21,9 +21,11 @@ from typing import Protocol
 
 from kvstore.errors import UnavailableError
 from kvstore.server.connection import Connection
+from kvstore.tiers.dram import DAEMON_WRITER
 from kvstore.wire import kvstore_pb2 as pb
 
 TOKEN_BYTES = 16
+REMOTE_PID = -1
 
 
 SO_PEERPIDFD = 77
@@ -62,7 +64,10 @@ class EventSink(Protocol):
 
 @dataclass(slots=True)
 class Session:
-    """One client. ``id`` is also its number as writer and mapper in the tier."""
+    """One client. ``id`` is also its number as writer and mapper in the tier.
+
+    A remote one has no process to watch (``pidfd`` -1) and maps nothing: what it holds is free once its right ends.
+    """
 
     id: int
     tenant: str
@@ -75,6 +80,16 @@ class Session:
     calls: object = None
     events: EventSink | None = None
     waits: set[Connection] = field(default_factory=set)
+
+    @property
+    def remote(self) -> bool:
+        """Whether it came over gRPC: its bytes are copied by the daemon."""
+        return self.pid < 0
+
+    @property
+    def writer(self) -> int:
+        """Who fills the slots that it reserves."""
+        return DAEMON_WRITER if self.remote else self.id
 
     def close_pidfd(self) -> None:
         if self.pidfd >= 0:
@@ -113,6 +128,12 @@ class Sessions:
         self._by_id[session.id] = session
         return session
 
+    def open_remote(self, tenant: str, client_name: str, now_s: float) -> Session:
+        """A new session without a process: somebody else sees its end."""
+        session = Session(next(self._ids), tenant, client_name, REMOTE_PID, -1, now_s)
+        self._by_id[session.id] = session
+        return session
+
     def adopt(self, session: Session, gone: Callable[[Session], None]) -> None:
         """A client of an earlier daemon: cut off until it comes back with its token. Later ids are higher."""
         session.live = False
@@ -124,9 +145,9 @@ class Sessions:
         self._ids = itertools.count(last_id + 1)
 
     def by_token(self, token: bytes) -> Session | None:
-        """The session with this token; compares in constant time."""
+        """The session of this machine with this token; compares in constant time."""
         for session in self._by_id.values():
-            if secrets.compare_digest(session.token, token):
+            if not session.remote and secrets.compare_digest(session.token, token):
                 return session
         return None
 
@@ -135,6 +156,7 @@ class Sessions:
         if self._by_id.pop(session.id, None) is None:
             return False
         session.live = False
-        self._unwatch(session.pidfd)
+        if session.pidfd >= 0:
+            self._unwatch(session.pidfd)
         session.close_pidfd()
         return True

@@ -20,7 +20,7 @@ class Succession:
         """Claims the holder; blocks for some seconds at most. Raises ConfigError if it is another daemon's."""
         self.keeper: Keeper | None = None
         self._estate: Estate | None = None
-        if config.holder_path is not None:
+        if config.holder_path is not None and config.socket_path is not None:
             self.keeper, self._estate = open_keeper(
                 config.holder_path.absolute(), str(config.socket_path.absolute()), config.holder_grace_s, name
             )
@@ -45,8 +45,8 @@ class Succession:
             return 0
 
         def ordinal_of(digest: bytes) -> int | None:
-            if digest == NO_DIGEST:  # the daemon before had no other tier, which is where it matters
-                return 0 if store.hierarchy is None else None
+            if digest == NO_DIGEST:  # an older daemon didn't say: nobody could tell what to clear
+                return None
             return store.namespaces.ordinal(digest)
 
         return adopt_blocks(store.index, store.dram, ordinal_of, store.clock.now_s())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from kvstore.errors import BadInputError
 
 WAIT_S_MAX = 86400.0
+TURN_S = 0.0005
+"""How long steps go on before others have their turn."""
 
 
 class Finishing(Protocol):
@@ -27,6 +29,16 @@ def checked_wait_s(wait_s: float) -> float:
     if not (math.isfinite(wait_s) and 0 <= wait_s <= WAIT_S_MAX):
         raise BadInputError(f"wait_s is {wait_s!r}; it must be from 0 (don't wait) to {WAIT_S_MAX:.0f} seconds")
     return wait_s
+
+
+async def paced(steps: Iterable[object]) -> None:
+    """Take steps, each of them short, and let others have their turn every now and then."""
+    loop = asyncio.get_running_loop()
+    turn_ends_s = loop.time() + TURN_S
+    for _ in steps:
+        if loop.time() >= turn_ends_s:
+            await asyncio.sleep(0)
+            turn_ends_s = loop.time() + TURN_S
 
 
 async def wait_for(finishing: Finishing, wait_s: float) -> None:

@@ -30,7 +30,9 @@ def store_stats(
         more_numbers, more_texts = hierarchy.stats()
         numbers |= more_numbers
         texts |= more_texts
-    numbers["blocks"] = index.n_blocks
+    numbers["block_parts"] = index.n_parts
+    numbers["blocks"] = index.n_blocks - index.n_hidden_blocks - index.n_parts
+    numbers["hidden_blocks"] = index.n_hidden_blocks
     numbers["namespaces"] = n_namespaces
     for name, ended, total in (
         ("leases", sum(claim.ended for claim in leases), len(leases)),

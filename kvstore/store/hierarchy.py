@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from kvstore.clock import Clock
 from kvstore.compression.frame import FrameLayout
 from kvstore.errors import BadInputError
 from kvstore.jobs import Jobs
+from kvstore.logs import about
 from kvstore.metrics import Counters
 from kvstore.offload import Offloader, WritePolicy
 from kvstore.onboard import Onboarder
@@ -86,7 +86,11 @@ class Hierarchy:
             ordinals[mine] = self._namespaces.ordinal(digest)
             known |= mine
         if not known.all():
-            log.warning("%d blocks on NVMe are of no known namespace: they go", (~known).sum())
+            n_unknown = int((~known).sum())
+            log.warning(
+                "%d blocks on NVMe are of no known namespace: they go", n_unknown,
+                extra=about("nvme_blocks_unknown", blocks=n_unknown),
+            )  # fmt: skip
             self.nvme.free(found.slots[~known])
         ids = self._index.insert_cold(
             found.keys[known],
@@ -124,33 +128,40 @@ class Hierarchy:
 
     def _layout(self, ordinal: int) -> FrameLayout | None:
         if ordinal not in self._layouts:
-            self._layouts[ordinal] = self._storable(self._namespaces.by_ordinal(ordinal))
+            self._layouts[ordinal] = self._storable(self._namespaces.by_ordinal(ordinal), ordinal)
         return self._layouts[ordinal]
 
-    def _storable(self, opened: OpenNamespace) -> FrameLayout | None:
+    def _storable(self, opened: OpenNamespace, ordinal: int) -> FrameLayout | None:
+        stored = opened.stored_as(ordinal)
         try:
-            layout = FrameLayout.of(opened.namespace.spec, opened.namespace.row_bytes, opened.digest)
+            layout = FrameLayout.of(stored.spec, opened.namespace.row_bytes, stored.digest)
             self.nvme.free_slots(layout.frame_bytes)
         except BadInputError as error:
-            log.warning("blocks of namespace %s stay in DRAM: %s", opened.digest.hex(), error)
+            log.warning(
+                "blocks of namespace %s stay in DRAM: %s", opened.digest.hex(), error,
+                extra=about("namespace_in_dram_only", namespace=opened.digest.hex(), error=str(error)),
+            )  # fmt: skip
             return None
-        return layout if self._is_listed(opened) else None
+        return layout if self._is_listed(opened, ordinal) else None
 
-    def _is_listed(self, opened: OpenNamespace) -> bool:
+    def _is_listed(self, opened: OpenNamespace, ordinal: int) -> bool:
         try:
-            self._number(opened.ordinal)
+            self._number(ordinal)
         except BadInputError as error:
-            log.warning("blocks of namespace %s stay in DRAM for now: %s", opened.digest.hex(), error)
+            log.warning(
+                "blocks of namespace %s stay in DRAM for now: %s", opened.digest.hex(), error,
+                extra=about("namespace_unlisted", namespace=opened.digest.hex(), error=str(error)),
+            )  # fmt: skip
             if not self._unlisted:
                 self._retry_at_s = self._clock.now_s() + NAMESPACE_RETRY_S
-            self._unlisted.add(opened.ordinal)
+            self._unlisted.add(ordinal)
             return False
         return True
 
     def _number(self, ordinal: int) -> int:
         number = self._numbers.get(ordinal)
         if number is None:
-            opened = self._namespaces.by_ordinal(ordinal)
-            number = self.nvme.name_namespace(opened.digest, json.dumps(opened.namespace.to_dict()))
+            stored = self._namespaces.by_ordinal(ordinal).stored_as(ordinal)
+            number = self.nvme.name_namespace(stored.digest, stored.description)
             self._numbers[ordinal] = number
         return number

@@ -2,32 +2,92 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 from kvstore.errors import BadInputError, SpecMismatchError
-from kvstore.types import Namespace, Root
+from kvstore.hybrid import Part, parts_of
+from kvstore.prefix_index.parts import Rule
+from kvstore.types import KVSpec, Namespace, Root
 
-NAMESPACES_MAX = 4096
+NAMESPACES_MAX = 32768
+NAMESPACES_PER_TENANT_MAX = 4096
+"""Far below those of a daemon, so that no tenant takes them from the others."""
 ROOT_KEYS_CACHED_MAX = 1024
 NAME_CHARS_MAX = 256
-NAMES_MAX = 16384
+NAMES_PER_TENANT_MAX = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What lies in slots and frames of one kind: whole blocks of a namespace, or one part of each.
+
+    ``digest`` and ``ordinal`` are the namespace's own for whole blocks. ``description`` is for humans.
+    """
+
+    ordinal: int
+    digest: bytes
+    spec: KVSpec
+    description: str
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a slot's contents."""
+        return self.spec.block_bytes
 
 
 @dataclass(slots=True)
 class OpenNamespace:
-    """A namespace that this daemon knows. ``ordinal`` is its number here."""
+    """A namespace that this daemon knows. ``ordinal`` is its number here, ``block_bytes`` what a block in the tree has.
+
+    Of a hybrid one ``parts`` are those that its blocks have, each with its ``Stored`` in ``stored``; the block in the
+    tree is part 0, and ``rules`` say what a hit needs of the others. Otherwise ``stored`` has one entry.
+    """
 
     namespace: Namespace
     digest: bytes
     block_bytes: int
     ordinal: int
+    stored: tuple[Stored, ...]
+    parts: tuple[Part, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    n_lookups: int = 0
+    """Prompts looked up to use them; so are blocks and hits."""
+    n_lookup_blocks: int = 0
+    n_hit_blocks: int = 0
+    used_at_s: float = -math.inf
+    """The last time, by the store's clock."""
     _root_keys: dict[tuple[str, str], bytes] = field(default_factory=dict)
+    token_bytes: float = field(init=False)
+    """Bytes of KV of one token, all parts of it."""
+
+    def __post_init__(self) -> None:
+        self.token_bytes = self.namespace.spec.block_bytes / self.namespace.spec.block_tokens
+
+    @property
+    def ordinals(self) -> tuple[int, ...]:
+        """The numbers in the block table of everything that it has there."""
+        return tuple(each.ordinal for each in self.stored)
+
+    def stored_as(self, ordinal: int) -> Stored:
+        """What has this number."""
+        return self.stored[self.ordinals.index(ordinal)]
+
+    def looked_up(self, n_blocks: int, n_hit_blocks: int, now_s: float) -> None:
+        """A prompt of so many blocks was looked up to use it, and so many of them were found."""
+        self.n_lookups += 1
+        self.n_lookup_blocks += n_blocks
+        self.n_hit_blocks += n_hit_blocks
+        self.used_at_s = now_s
 
     def root_key(self, salt: str, lora: str) -> bytes:
         """The 16-byte key of a root; remembered, as most requests use the same few."""
         key = self._root_keys.get((salt, lora))
         if key is None:
-            key = Root(salt=salt, lora=lora).key(self.digest)
+            # Of part 0 if there are parts: what was stored of the same namespace in one piece is another thing.
+            key = Root(salt=salt, lora=lora).key(self.stored[0].digest)
             if len(self._root_keys) >= ROOT_KEYS_CACHED_MAX:
                 self._root_keys.clear()
             self._root_keys[(salt, lora)] = key
@@ -43,6 +103,9 @@ class Namespaces:
         self._digests: list[bytes] = []
         self._by_ordinal: dict[int, OpenNamespace] = {}
         self._names: dict[tuple[str, str], OpenNamespace] = {}
+        self._n_open: Counter[str] = Counter()
+        self._n_names: Counter[str] = Counter()
+        """By tenant."""
 
     def __len__(self) -> int:
         return len(self._by_digest)
@@ -63,26 +126,72 @@ class Namespaces:
                 f"the namespace name {name!r} is bound to another description ({differs}): "
                 "use another name, or none, to keep both"
             )
-        if name and bound is None and len(self._names) >= NAMES_MAX:
-            raise BadInputError(f"{NAMES_MAX} namespace names are bound, the most a daemon keeps: use no name")
+        tenant = namespace.tenant
+        if name and bound is None and self._n_names[tenant] >= NAMES_PER_TENANT_MAX:
+            raise BadInputError(
+                f"tenant {tenant!r} has bound {NAMES_PER_TENANT_MAX} namespace names, the most it may have: use no name"
+            )
         digest = namespace.digest()
         entry = self._by_digest.get(digest)
         if entry is None:
-            if len(self._by_digest) >= NAMESPACES_MAX:
-                raise BadInputError(
-                    f"{NAMESPACES_MAX} namespaces are open, the most a daemon keeps: "
-                    f"use salts for what changes per request"
-                )
-            entry = OpenNamespace(namespace, digest, namespace.spec.block_bytes, self.ordinal(digest))
+            self._check_room(tenant)
+            entry = self._described(namespace, digest)
             self._by_digest[digest] = entry
-            self._by_ordinal[entry.ordinal] = entry
-        if name:
-            self._names[(namespace.tenant, name)] = entry
+            self._n_open[tenant] += 1
+            for ordinal in entry.ordinals:
+                self._by_ordinal[ordinal] = entry
+        if name and bound is None:
+            self._names[(tenant, name)] = entry
+            self._n_names[tenant] += 1
         return entry
+
+    def _check_room(self, tenant: str) -> None:
+        way_out = "use salts for what changes per request"
+        if self._n_open[tenant] >= NAMESPACES_PER_TENANT_MAX:
+            raise BadInputError(
+                f"tenant {tenant!r} has {NAMESPACES_PER_TENANT_MAX} namespaces open, the most it may have: {way_out}"
+            )
+        if len(self._by_digest) >= NAMESPACES_MAX:
+            raise BadInputError(f"{NAMESPACES_MAX} namespaces are open, the most a daemon keeps: {way_out}")
+
+    def _described(self, namespace: Namespace, digest: bytes) -> OpenNamespace:
+        spec, plain = namespace.spec, namespace.to_dict()
+        parts = parts_of(spec)
+        if not parts:
+            whole = Stored(self.ordinal(digest), digest, spec, json.dumps(plain))
+            return OpenNamespace(namespace, digest, spec.block_bytes, whole.ordinal, (whole,))
+        stored = tuple(
+            Stored(
+                self.ordinal(part.digest(digest)), part.digest(digest), part.spec,
+                json.dumps({"part": part.number, "groups": part.groups, "of": plain}),
+            )
+            for part in parts
+        )  # fmt: skip
+        rules = tuple(Rule(part.number, part.window_blocks, part.is_state) for part in parts[1:])
+        return OpenNamespace(namespace, digest, parts[0].block_bytes, stored[0].ordinal, stored, parts, rules)
 
     def get(self, digest: bytes) -> OpenNamespace | None:
         """The open namespace with this digest."""
         return self._by_digest.get(digest)
+
+    def opened_as(self, ordinal: int) -> OpenNamespace | None:
+        """The open namespace that has something with this number, if it is open."""
+        return self._by_ordinal.get(ordinal)
+
+    def opened(self) -> list[OpenNamespace]:
+        """All that are open."""
+        return list(self._by_digest.values())
+
+    def unopened(self) -> list[tuple[int, bytes]]:
+        """Numbers and digests of those that have a number and that nobody has opened."""
+        return [each for each in enumerate(self._digests) if each[0] not in self._by_ordinal]
+
+    def names(self) -> dict[bytes, tuple[str, ...]]:
+        """The names bound to namespaces, by digest."""
+        names: dict[bytes, tuple[str, ...]] = {}
+        for (_, name), entry in self._names.items():
+            names[entry.digest] = (*names.get(entry.digest, ()), name)
+        return names
 
     def ordinal(self, digest: bytes) -> int:
         """The number of a namespace in this daemon, given now if it has none; it need not be open."""
@@ -96,5 +205,5 @@ class Namespaces:
         return self._digests[ordinal]
 
     def by_ordinal(self, ordinal: int) -> OpenNamespace:
-        """The open namespace with this number."""
+        """The open namespace that has something with this number."""
         return self._by_ordinal[ordinal]

@@ -5,16 +5,23 @@ from __future__ import annotations
 import itertools
 import secrets
 
+import numpy as np
+
 from kvstore.clock import Clock
 from kvstore.errors import BadInputError
 from kvstore.jobs import Jobs
 from kvstore.lease import ClaimTable, Lease, Pin, Reservation
 from kvstore.metrics import Counters
-from kvstore.prefix_index.index import PrefixIndex
+from kvstore.prefix_index.block_table import At
+from kvstore.prefix_index.index import Match, PrefixIndex
 from kvstore.room import RoomMaker
+from kvstore.store.clearing import Clearing
+from kvstore.store.events import EventLog
 from kvstore.store.hierarchy import Hierarchy, WriteBehind
+from kvstore.store.kinship import Kinship
 from kvstore.store.namespaces import Namespaces
-from kvstore.store.requests import LeaseLimits
+from kvstore.store.outcome import MISSES
+from kvstore.store.requests import LeaseLimits, Prompt
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme.tier import NvmeTier
 
@@ -33,15 +40,23 @@ class StoreParts:
         spare_bytes: int = 64 << 20,
         nvme: NvmeTier | None = None,
         write: WriteBehind | None = None,
+        skips_generated: bool = False,
     ) -> None:
-        """``spare_bytes``: see RoomMaker; best the size of a region. Takes in what lies on ``nvme``."""
+        """``spare_bytes``: see RoomMaker; best the size of a region. Takes in what lies on ``nvme``.
+
+        ``skips_generated``: blocks that hold a generated token are not stored, whoever wants it.
+        """
+        self.skips_generated = skips_generated
         self.index = index
         self.dram = dram
         self.clock = clock
         self.limits = limits or LeaseLimits()
         self.namespaces = Namespaces()
         self.counters = Counters()
+        for name in MISSES.values():
+            self.counters.add(name, 0)
         self.leases: ClaimTable[Lease] = ClaimTable()
+        self.kinship = Kinship(index)
         self.reservations: ClaimTable[Reservation] = ClaimTable()
         self.pins: ClaimTable[Pin] = ClaimTable()
         self._room = RoomMaker(index, dram, self.counters, spare_bytes)
@@ -53,6 +68,40 @@ class StoreParts:
                 index, dram, nvme, self._room, self.namespaces, self.jobs, self.counters, clock, write or WriteBehind()
             )
             self.counters.add("recovered_blocks", self.hierarchy.recover(clock.now_s()))
+        self._cleared: list[Reservation] = []
+        """Reservations that ended by it, until their clients have been told."""
+        self.events = EventLog(index)
+        self.clearing = Clearing(index, dram, self.hierarchy, self.namespaces, self.jobs, self.counters)
+
+    def _found(self, prompt: Prompt) -> Match:
+        """The longest stored prefix of a prompt whose time is not over."""
+        found, hints = self.index.match(prompt.root_key, prompt.path), self.index.hints
+        if not hints.has_ttl:
+            return found
+        now_s = self.clock.now_s()
+        n_alive = hints.n_alive(found.ids, now_s)
+        if n_alive == len(found.ids):
+            if found.partial_id < 0 or not hints.is_over(np.array([found.partial_id]), now_s)[0]:
+                return found
+            n_alive = len(found.ids)
+        return Match(found.ids[:n_alive], -1, 0, n_alive * prompt.path.block_tokens)
+
+    def _note_use(self, prompt: Prompt, ids: At) -> None:
+        """Write down what the request says about the blocks that it uses."""
+        if prompt.hints is not None:
+            self.counters.add("hinted_requests")
+            now_s = self.clock.now_s()
+            self.index.hints.used(ids, prompt.namespace.ordinal, prompt.hints, now_s, prompt.time_s)
+
+    def _pinned(self, session_id: int, tenant: str, ids: At, ttl_s: float) -> Pin:
+        """A pin of these blocks; id 0 if there are none."""
+        if not len(ids):
+            return Pin(0, tenant, 0.0, {}, ids)
+        self._check_room_for_claim(session_id, self.pins)
+        self.index.pin(ids)
+        pin = Pin(next(self._ids), tenant, self.clock.now_s() + ttl_s, {session_id: True}, ids)
+        self.pins.add(pin)
+        return pin
 
     def _check_room_for_claim(
         self, session_id: int, table: ClaimTable[Lease] | ClaimTable[Reservation] | ClaimTable[Pin]
@@ -62,3 +111,15 @@ class StoreParts:
                 f"the session holds {CLAIMS_PER_SESSION_MAX} claims of this kind already: "
                 f"release what is no longer read"
             )
+
+    def _ends_with(self, prompt: Prompt, found: Match) -> bool:
+        """Whether the short last block of a prompt is stored as such.
+
+        One that goes on would do as well for now, but not after a restart, when blocks are found by key.
+        """
+        path, table = prompt.path, self.index.table
+        if not 0 < found.partial_tokens == path.tail_tokens or len(found.ids) != path.n_full_rows:
+            return False
+        parent_key = table.key[found.ids[-1]].tobytes() if len(found.ids) else prompt.root_key
+        key = path.chain(parent_key, path.n_full_rows, path.n_rows)[0]
+        return bool((key == table.key[found.partial_id]).all())

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvstore.errors import BadInputError, EndedError
 from kvstore.lease import Lease
-from kvstore.onboard import Load
+from kvstore.onboard import Load, Part
 from kvstore.prefix_index.block_table import DRAM
 from kvstore.prefix_index.index import Match
-from kvstore.prefix_index.rows import RowPath
-from kvstore.store.parts import StoreParts
+from kvstore.store.hybrid import Hybrids
+from kvstore.store.outcome import Outcome, unused
 from kvstore.store.requests import Prompt, Reach
 
 
-class Reading(StoreParts):
+class Reading(Hybrids):
     """See ``Store``."""
 
-    def match(self, prompt: Prompt) -> Match:
-        """Longest stored prefix. Pure: changes nothing, pins nothing."""
+    def match(self, prompt: Prompt, max_blocks: int = 0) -> Match:
+        """Longest stored prefix, of at most ``max_blocks`` (0: no limit). Pure: changes nothing, pins nothing."""
         self.counters.add("matches")
-        return self.index.match(prompt.root_key, prompt.path)
+        if prompt.namespace.parts:
+            return self.hybrid_match(prompt, max_blocks)
+        found = self._found(prompt)
+        if max_blocks and len(found.ids) >= max_blocks:
+            return Match(found.ids[:max_blocks], -1, 0, max_blocks * prompt.path.block_tokens)
+        return found
 
     def begin_load(self, prompt: Prompt, first_block: int = 0, max_blocks: int = 0) -> Load | None:
         """Start reading what matches but lies on NVMe only; None if there is nothing to read.
@@ -30,6 +37,8 @@ class Reading(StoreParts):
         """
         if self.hierarchy is None:
             return None
+        if prompt.namespace.parts:
+            return self.begin_hybrid_load(prompt, first_block, max_blocks)
         reach = self._reach(prompt, first_block, max_blocks)
         read_ids = reach.wanted[~self.index.resident(reach.wanted, DRAM)]
         if not len(read_ids):
@@ -37,7 +46,7 @@ class Reading(StoreParts):
         opened = prompt.namespace
         # Of blocks found on disk the tier's word is not needed any more: the prompt proves whose they are.
         self.index.table.namespace[reach.ids] = opened.ordinal
-        return self.hierarchy.onboarder.begin(opened.namespace.tenant, opened.ordinal, reach.wanted, read_ids)
+        return self.hierarchy.onboarder.begin(opened.namespace.tenant, reach.wanted, [Part(opened.ordinal, read_ids)])
 
     def end_load(self, load: Load) -> None:
         """See ``begin_load``. Idempotent."""
@@ -58,6 +67,8 @@ class Reading(StoreParts):
         ``load`` is the one that was waited for, if any. A miss is a lease with id 0 that holds nothing and
         needs no release.
         """
+        if prompt.namespace.parts:
+            return self.hybrid_lease(session_id, prompt, first_block, max_blocks, ttl_s, load)
         ttl_s = self.limits.ttl_s(ttl_s)
         reach = self._reach(prompt, first_block, max_blocks)
         self.counters.add("matches")
@@ -69,9 +80,14 @@ class Reading(StoreParts):
             wanted, partial_tokens, n_blocks = wanted[:n_there], 0, first_block + n_there
         n_tokens = n_blocks * prompt.namespace.namespace.spec.block_tokens + partial_tokens
         n_nvme = int(np.isin(wanted, load.read_ids).sum()) if load is not None else 0
-        self._count_hits(prompt.path, n_blocks, n_tokens, n_nvme)
+        n_unused, why = unused(load, reach.wanted, len(wanted))
+        Outcome(
+            prompt.path.n_rows, n_blocks, n_tokens, n_nvme, prompt.namespace.token_bytes, n_unused, why, max_blocks
+        ).count(self.counters)
+        prompt.namespace.looked_up(prompt.path.n_rows, n_blocks, self.clock.now_s())
         if len(reach.ids):
             self.index.touch(reach.ids, prompt.time_s, prompt.category)
+            self._note_use(prompt, reach.ids)
         if not len(wanted):
             return Lease(
                 0, prompt.namespace.namespace.tenant, 0.0, {}, wanted, n_blocks, partial_tokens, n_tokens, n_pending
@@ -87,11 +103,19 @@ class Reading(StoreParts):
             self.hierarchy.offloader.accessed(reach.ids)
         return lease
 
-    def attach(self, session_id: int, tenant: str, lease_id: int) -> Lease:
-        """Make this session a holder of a lease of its tenant too. Raises EndedError if there is none."""
+    def attach(self, session_id: int, tenant: str, lease_id: int, shards: Sequence[bytes] = ()) -> Lease:
+        """Make this session a holder of a lease of its tenant too. Raises EndedError if there is none.
+
+        ``shards``: those of a lease over a family that it is going to read. Raises BadInputError if there are no such.
+        """
         lease = self.leases.get(lease_id)
         if lease is None or lease.ended_at(self.clock.now_s()) or lease.tenant != tenant:
             raise EndedError(f"lease {lease_id} is unknown or has ended: match and lease the prefix again")
+        if lease.shards and not shards:
+            n_shards = len(lease.shards)
+            raise BadInputError(f"lease {lease_id} is over a family of {n_shards} shards: say which to attach to")
+        for shard in shards:
+            lease.ids_of(shard)
         if lease.holders.get(session_id):
             raise BadInputError(f"this client holds lease {lease_id} already: share the object it has")
         self._check_room_for_claim(session_id, self.leases)
@@ -119,7 +143,7 @@ class Reading(StoreParts):
         return True
 
     def _reach(self, prompt: Prompt, first_block: int, max_blocks: int) -> Reach:
-        found = self.index.match(prompt.root_key, prompt.path)
+        found = self._found(prompt)
         ids = found.ids.astype(np.intp)
         partial_tokens = found.partial_tokens
         if max_blocks and len(ids) >= max_blocks:
@@ -128,12 +152,3 @@ class Reading(StoreParts):
         if partial_tokens:
             ids = np.append(ids, found.partial_id)
         return Reach(ids, ids[first_block:] if first_block else ids, n_blocks, partial_tokens)
-
-    def _count_hits(self, path: RowPath, n_blocks: int, n_tokens: int, n_nvme: int) -> None:
-        add = self.counters.add
-        add("lookups")
-        add("lookup_blocks", path.n_rows)
-        add("hit_blocks", n_blocks)
-        add("hit_blocks_nvme", n_nvme)
-        add("hit_tokens", n_tokens)
-        add("lookup_hits", n_tokens > 0)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError
+from kvstore.hints import Hints
 from kvstore.prefix_index.rows import RowPath
 from kvstore.store.namespaces import OpenNamespace
 
@@ -21,6 +22,24 @@ class Prompt(NamedTuple):
     path: RowPath
     time_s: float
     category: int = 0
+    part: int = 0
+    """What is to be stored of the blocks: see ``OpenNamespace.parts``."""
+    root: tuple[str, str] = ("", "")
+    """Salt and LoRA identity, of which ``root_key`` is made."""
+    hints: Hints | None = None
+    n_prompt_tokens: int | None = None
+    """The tokens behind so many were generated; None: none was."""
+    prompt_only: bool = False
+    """The caller wants no blocks stored that hold a generated token."""
+
+    @property
+    def n_prompt_rows(self) -> int:
+        """Leading rows of the path without a generated token; a short last one if all of it is prompt."""
+        path, block_tokens = self.path, self.namespace.namespace.spec.block_tokens
+        n_tokens = path.n_full_rows * block_tokens + path.tail_tokens
+        if self.n_prompt_tokens is None or self.n_prompt_tokens >= n_tokens:
+            return path.n_rows
+        return self.n_prompt_tokens // block_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,19 @@ reading and writing NVMe as ``jobs``.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from kvstore.errors import BadInputError, EndedError
 from kvstore.jobs import Job
 from kvstore.lease import Claim, Pin
 from kvstore.offload import Persist
-from kvstore.prefix_index.index import Match
+from kvstore.prefix_index.hiding import Hidden
 from kvstore.store.facts import store_stats
+from kvstore.store.family import Families
 from kvstore.store.integrity import check_agreement
-from kvstore.store.reading import Reading
+from kvstore.store.namespaces import OpenNamespace
 from kvstore.store.requests import Prompt
 from kvstore.store.writing import Writing
 from kvstore.tiers.dram import Region
@@ -24,7 +27,7 @@ from kvstore.tiers.dram import Region
 EXPIRE_BATCH = 256
 
 
-class Store(Reading, Writing):
+class Store(Families, Writing):
     """See the module. Sessions are integers; a session that may write is a tier's writer of that number."""
 
     # Pins -------------------------------------------------------------------------------------------
@@ -32,20 +35,10 @@ class Store(Reading, Writing):
     def pin(self, session_id: int, prompt: Prompt, ttl_s: float = 0.0) -> Pin:
         """Keep the stored prefix of a prompt from being evicted; id 0 if nothing is stored."""
         ttl_s = self.limits.ttl_s(ttl_s)
-        ids = self.index.match(prompt.root_key, prompt.path).ids
-        if not len(ids):
-            return Pin(0, prompt.namespace.namespace.tenant, 0.0, {}, ids)
-        self._check_room_for_claim(session_id, self.pins)
-        self.index.pin(ids)
-        pin = Pin(
-            next(self._ids),
-            prompt.namespace.namespace.tenant,
-            self.clock.now_s() + ttl_s,
-            {session_id: True},
-            ids,
-        )
-        self.pins.add(pin)
-        return pin
+        if prompt.namespace.parts:
+            return self.hybrid_pin(session_id, prompt, ttl_s)
+        ids = self._found(prompt).ids
+        return self._pinned(session_id, prompt.namespace.namespace.tenant, ids, ttl_s)
 
     def unpin(self, session_id: int, pin_id: int) -> bool:
         """Let go of a pin. Idempotent."""
@@ -59,7 +52,10 @@ class Store(Reading, Writing):
     # Ends -------------------------------------------------------------------------------------------
 
     def expire(self) -> list[Claim]:
-        """End what is past its deadline, a bounded number at a time; returns leases and reservations it ended."""
+        """End what is past its deadline, a bounded number at a time; returns leases and reservations that ended.
+
+        Those are among them that ``clear`` has ended since the last call.
+        """
         now_s = self.clock.now_s()
         leases = self.leases.expire(now_s, EXPIRE_BATCH)
         reservations = self.reservations.expire(now_s, EXPIRE_BATCH)
@@ -71,7 +67,8 @@ class Store(Reading, Writing):
                 self.unpin(session_id, pin.id)
         self.counters.add("expired_leases", len(leases))
         self.counters.add("expired_reservations", len(reservations))
-        return [*leases, *reservations]
+        cleared, self._cleared = self._cleared, []
+        return [*leases, *reservations, *cleared]
 
     def end_rights(self, session_id: int) -> None:
         """The session was cut off (disconnect, no heartbeat): its rights end, its holds stay."""
@@ -83,6 +80,11 @@ class Store(Reading, Writing):
         for pin in self.pins.of_session(session_id):
             self.unpin(session_id, pin.id)
 
+    def is_used_by(self, session_id: int) -> bool:
+        """Whether the session may still read or write memory of the store, or hold some."""
+        claims = (self.leases, self.reservations, self.pins)
+        return any(each.of_session(session_id) for each in claims) or self.dram.is_mapped_by(session_id)
+
     def forget_session(self, session_id: int) -> None:
         """The session's process is gone, or it said that it uses nothing any more: its holds end too."""
         for lease in self.leases.of_session(session_id):
@@ -92,6 +94,25 @@ class Store(Reading, Writing):
         for pin in self.pins.of_session(session_id):
             self.unpin(session_id, pin.id)
         self.dram.drop_client(session_id)
+
+    @property
+    def n_reservations_in_force(self) -> int:
+        """Reservations whose right has not ended."""
+        return sum(not reservation.ended for reservation in self.reservations)
+
+    def clear(self, namespaces: Collection[int]) -> dict[int, Hidden]:
+        """No block of these namespaces (their numbers) is found from now on; says how many were, by number.
+
+        Reservations in them end: what they are filled with belongs to what is cleared. Leases stay, and so does
+        what they hold until it is released. The rest goes bit by bit: see ``clearing``.
+        """
+        for reservation in self.reservations:
+            if reservation.namespace in namespaces and not reservation.ended:
+                for session_id in reservation.holders:
+                    reservation.holders[session_id] = False
+                self._quarantine(reservation)
+                self._cleared.append(reservation)
+        return self.clearing.begin(namespaces)
 
     # NVMe -------------------------------------------------------------------------------------------
 
@@ -113,31 +134,38 @@ class Store(Reading, Writing):
         """Deadlines of disk reads and writes, retries, upkeep; call it often (every 50 ms)."""
         if self.hierarchy is not None:
             self.hierarchy.tick(self.clock.now_s())
+        self._demote_overdue()
+        self.clearing.tick()
+        self.events.tick(self.clock.now_s())
+
+    def _demote_overdue(self) -> None:
+        """Blocks whose time is over are found by nobody; they go first."""
+        overdue = self.index.hints.take_overdue(self.clock.now_s())
+        if len(overdue):
+            self.index.demote(overdue)
+            self.counters.add("overdue_blocks", len(overdue))
+
+    def end_session(self, namespace: OpenNamespace, session_id: str) -> int:
+        """No request of this session follows: what only it has used goes first from now on; says how much that is."""
+        ids = self.index.hints.end_session(namespace.ordinal, session_id)
+        self.index.demote(ids)
+        self.counters.add("ended_sessions")
+        return len(ids)
 
     def begin_persist(self, prompt: Prompt) -> Persist | None:
         """Have the stored prefix of a prompt written to NVMe; None without an NVMe tier or a stored prefix.
 
         Follow with ``n_durable`` at any time, and ``end_persist`` in any case.
         """
-        found = self.index.match(prompt.root_key, prompt.path)
+        if prompt.namespace.parts:
+            return self.begin_hybrid_persist(prompt)
+        found = self._found(prompt)
         ids = found.ids
         if self._ends_with(prompt, found):
             ids = np.append(ids, np.uint32(found.partial_id))
         if self.hierarchy is None or not len(ids):
             return None
         return self.hierarchy.offloader.begin_persist(ids)
-
-    def _ends_with(self, prompt: Prompt, found: Match) -> bool:
-        """Whether the short last block of a prompt is stored as such.
-
-        One that goes on would do as well for now, but not after a restart, when blocks are found by key.
-        """
-        path, table = prompt.path, self.index.table
-        if not 0 < found.partial_tokens == path.tail_tokens or len(found.ids) != path.n_full_rows:
-            return False
-        parent_key = table.key[found.ids[-1]].tobytes() if len(found.ids) else prompt.root_key
-        key = path.chain(parent_key, path.n_full_rows, path.n_rows)[0]
-        return bool((key == table.key[found.partial_id]).all())
 
     def n_durable(self, persist: Persist) -> int:
         """How many of its leading blocks are durable now."""

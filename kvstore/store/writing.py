@@ -8,22 +8,29 @@ from numpy.typing import NDArray
 from kvstore.errors import BadInputError, EndedError
 from kvstore.lease import Reservation
 from kvstore.prefix_index.block_table import NVME, Ids
-from kvstore.prefix_index.index import MissingParent
+from kvstore.prefix_index.index import Inserted, MissingParent
 from kvstore.room import PendingReclaim
-from kvstore.store.parts import StoreParts
+from kvstore.store.hybrid import Hybrids
 from kvstore.store.requests import Commit, Prompt
 from kvstore.types import SLOT_BITS
 
 
-class Writing(StoreParts):
+class Writing(Hybrids):
     """See ``Store``."""
 
     def begin_reserve(
-        self, session_id: int, prompt: Prompt, first_block: int, n_blocks: int, ttl_s: float = 0.0
+        self,
+        session_id: int,
+        prompt: Prompt,
+        first_block: int,
+        n_blocks: int,
+        ttl_s: float = 0.0,
+        writer: int | None = None,
     ) -> Reservation:
         """First of three steps: match, pin the ancestors, say what is missing. Reserves no slot yet.
 
-        Follow with ``make_room`` until it returns None, then ``finish_reserve``.
+        ``writer`` is who fills the slots, if not the session itself. Follow with ``make_room`` until it returns
+        None, then ``finish_reserve``.
         """
         ttl_s = self.limits.ttl_s(ttl_s)
         path = prompt.path
@@ -39,13 +46,22 @@ class Writing(StoreParts):
         if n_rows == path.n_full_rows and 0 < found.partial_tokens == path.tail_tokens:
             n_rows += 1  # a block that is there starts with the short last row: storing that would add nothing
         n_present = min(max(n_rows - first_block, 0), n_blocks)
-        n_missing = n_blocks - n_present
-        reason = ""
+        stored = prompt.namespace.stored[prompt.part]
+        if prompt.namespace.parts:
+            self._check_rows(prompt, first_block + n_blocks)
+        if prompt.part:
+            prefix, n_present = self._part_place(prompt, first_block, n_blocks)
+            n_rows = len(prefix)
+        n_missing, reason = self._without_generated(prompt, first_block + n_present, n_blocks - n_present)
+        if prompt.part and n_rows >= first_block and n_missing > (left := n_rows - first_block - n_present):
+            reason = f"the blocks that these are parts of are stored up to {n_rows}: store part 0 first"
+            self.counters.add("skipped_blocks", n_missing - left)
+            n_missing = left
         if n_rows < first_block:
             reason = f"the blocks before are not stored: {len(prefix)} of {first_block} are"
             n_missing = 0
             self.counters.add("skipped_blocks", n_blocks)
-        slot_bytes = self.dram.slot_bytes(prompt.namespace.block_bytes)
+        slot_bytes = self.dram.slot_bytes(stored.block_bytes)
         fitting = self.dram.capacity_bytes // slot_bytes
         if n_missing > fitting:
             # Nobody's blocks go for what can't be stored anyway.
@@ -57,13 +73,27 @@ class Writing(StoreParts):
         self.index.pin(held)
         reservation = Reservation(
             next(self._ids), prompt.namespace.namespace.tenant, self.clock.now_s() + ttl_s, {session_id: True},
-            writer=session_id, namespace=prompt.namespace.ordinal, root_key=prompt.root_key, path=path,
-            slot_bytes=slot_bytes, block_bytes=prompt.namespace.block_bytes,
+            writer=session_id if writer is None else writer, namespace=stored.ordinal,
+            root_key=prompt.root_key, path=path,
+            slot_bytes=slot_bytes, block_bytes=stored.block_bytes,
             first_block=first_block, n_present=n_present, n_wanted=n_missing, prefix_ids=held, skipped_reason=reason,
-            time_s=prompt.time_s, category=prompt.category,
+            time_s=prompt.time_s, category=prompt.category, part=prompt.part, root=prompt.root, hints=prompt.hints,
         )  # fmt: skip
         self.reservations.add(reservation)
+        if n_present == n_blocks and not prompt.part:
+            self._note_stored(reservation, found.ids)  # stored again, although nothing is to be written
         return reservation
+
+    def _without_generated(self, prompt: Prompt, first_row: int, n_missing: int) -> tuple[int, str]:
+        """How many of ``n_missing`` blocks from ``first_row`` on may be stored, and why not all."""
+        if prompt.n_prompt_tokens is None or not (prompt.prompt_only or self.skips_generated):
+            return n_missing, ""
+        n_kept = min(n_missing, max(prompt.n_prompt_rows - first_row, 0))
+        if n_kept == n_missing:
+            return n_missing, ""
+        self.counters.add("skipped_generated_blocks", n_missing - n_kept)
+        why = "the daemon stores none of those" if self.skips_generated else "the namespace was opened for prompts only"
+        return n_kept, f"{n_missing - n_kept} blocks hold generated tokens, and {why}"
 
     def make_room(self, reservation: Reservation) -> PendingReclaim | None:
         """Evict until the reservation's blocks fit; a reclaim to be copied and finished, or None when done."""
@@ -72,7 +102,7 @@ class Writing(StoreParts):
         try:
             return self._room.make(reservation)
         except BaseException:
-            self._drop_reservation(reservation, reservation.writer)
+            self._drop_reservation(reservation, reservation.owner)
             raise
 
     def room_is_coming(self, reservation: Reservation) -> bool:
@@ -105,7 +135,7 @@ class Writing(StoreParts):
         if skipped:
             self.counters.add("skipped_blocks", skipped)
         if not len(reservation.slots):
-            self._drop_reservation(reservation, reservation.writer)
+            self._drop_reservation(reservation, reservation.owner)
         return reservation
 
     def commit(self, session_id: int, reservation_id: int, n_blocks: int = 0) -> Commit:
@@ -129,10 +159,7 @@ class Writing(StoreParts):
         first_row = reservation.first_block + reservation.n_present
         try:
             self._seal_regions_of(slots)
-            inserted = self.index.insert(
-                reservation.root_key, reservation.path, first_row, slots, reservation.block_bytes,
-                reservation.time_s, reservation.category, reservation.namespace,
-            )  # fmt: skip
+            inserted = self._insert(reservation, first_row, slots)
         except EndedError:
             self._drop_reservation(reservation, session_id)
             raise
@@ -143,9 +170,16 @@ class Writing(StoreParts):
             ) from error
         fresh = slots[inserted.is_new]
         self.dram.commit(fresh, inserted.ids[inserted.is_new].astype(np.int64))
-        whole_path = self._path_to(reservation, inserted.ids)
-        # No access more: the insertion counts for new blocks, the lookup before it for the others.
-        self.index.touch(whole_path, reservation.time_s, reservation.category, is_access=False)
+        if reservation.part:
+            whole_path = inserted.ids[~self.index.parts.is_spare(inserted.ids)]
+        else:
+            whole_path = self._path_to(reservation, inserted.ids)
+            # No access more: the insertion counts for new blocks, the lookup before it for the others.
+            self.index.touch(whole_path, reservation.time_s, reservation.category, is_access=False)
+            self.kinship.stored(
+                reservation.namespace, reservation.root, reservation.path, first_row, inserted.ids, inserted.is_new
+            )
+            self._note_stored(reservation, whole_path, inserted)
         reservation.slots = np.concatenate([slots[~inserted.is_new], reservation.slots[n_blocks:]])
         self._drop_reservation(reservation, session_id)
         n_duplicate = int(len(slots) - len(fresh))
@@ -155,6 +189,26 @@ class Writing(StoreParts):
         if self.hierarchy is not None:
             self.hierarchy.offloader.accessed(whole_path)
         return Commit(len(fresh), n_duplicate)
+
+    def _note_stored(self, reservation: Reservation, path: Ids, inserted: Inserted | None = None) -> None:
+        """Write down what the request says about the blocks of its prompt, the last of which were just stored."""
+        hints = self.index.hints
+        if reservation.hints is None and not hints.has_ttl:
+            return
+        is_new = np.zeros(len(path), np.bool_)
+        if inserted is not None and len(inserted.ids):
+            is_new[len(path) - len(inserted.ids) :] = inserted.is_new
+        now_s = self.clock.now_s()
+        hints.stored(path, is_new, reservation.namespace, reservation.hints, now_s, reservation.time_s)
+        self.counters.add("hinted_requests", reservation.hints is not None)
+
+    def _insert(self, reservation: Reservation, first_row: int, slots: NDArray[np.int64]) -> Inserted:
+        if reservation.part:
+            return self._insert_parts(reservation, first_row, slots)
+        return self.index.insert(
+            reservation.root_key, reservation.path, first_row, slots, reservation.block_bytes,
+            reservation.time_s, reservation.category, reservation.namespace,
+        )  # fmt: skip
 
     def _path_to(self, reservation: Reservation, ids: Ids) -> Ids:
         """Blocks of a prompt up to ``ids``, which were just stored."""

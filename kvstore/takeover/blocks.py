@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError, IntegrityError, UnavailableError
+from kvstore.logs import about
 from kvstore.prefix_index.block_table import DRAM
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.takeover.estate import Estate, read_estate
@@ -38,9 +39,11 @@ def open_keeper(path: Path, owner: str, grace_s: float, name: str) -> tuple[Keep
         link, entries = HolderLink.claim(path, owner, grace_s, start=True)
         estate = read_estate(entries)
     except UnavailableError as error:
-        log.warning("DRAM starts cold: %s", error)
+        log.warning("DRAM starts cold: %s", error, extra=about("dram_cold", error=str(error)))
     except IntegrityError as error:
-        log.warning("DRAM starts cold, what was left is dropped: %s", error)
+        log.warning(
+            "DRAM starts cold, what was left is dropped: %s", error, extra=about("dram_cold", error=str(error))
+        )
     return Keeper(path, owner, grace_s, name, link), estate
 
 
@@ -55,7 +58,9 @@ def adopt_blocks(index: PrefixIndex, dram: DramTier, ordinal_of: OrdinalOf, now_
     try:
         at = _insert(index, dram, former, ordinal_of, now_s)
     except (IntegrityError, BadInputError) as error:
-        log.warning("DRAM starts cold, what its labels say can't be: %s", error)
+        log.warning(
+            "DRAM starts cold, what its labels say can't be: %s", error, extra=about("dram_cold", error=str(error))
+        )
     left_out = np.ones(len(former), np.bool_)
     left_out[at] = False
     dram.free(former.slots[left_out])

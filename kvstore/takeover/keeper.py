@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.errors import ConfigError, IntegrityError, UnavailableError
+from kvstore.logs import about
 from kvstore.prefix_index.block_table import NO_PARENT, Ids
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.takeover.estate import FORMAT
@@ -192,7 +193,7 @@ class Keeper:
                 self._labelling.valid = False
             self._link.close()
             self._link = None
-            log.warning("a restart would find DRAM cold: %s", error)
+            log.warning("a restart would find DRAM cold: %s", error, extra=about("holder_lost", error=str(error)))
             return False
         return True
 
@@ -226,7 +227,7 @@ class Keeper:
                 entry.close()
             self._found.append(link)
         except (UnavailableError, ConfigError) as error:
-            log.info("still without a descriptor holder: %s", error)
+            log.info("still without a descriptor holder: %s", error, extra=about("holder_missing", error=str(error)))
         finally:
             self._searching = False
 
@@ -241,9 +242,8 @@ class Keeper:
         table = index.table
         at = ids.astype(np.intp)
         namespaces = np.zeros((len(ids), KEY_BYTES), np.uint8)
-        if table.nvme:
-            for ordinal in np.unique(table.namespace[at]).tolist():
-                namespaces[table.namespace[at] == ordinal] = np.frombuffer(digest_of(ordinal), np.uint8)
+        for ordinal in np.unique(table.namespace[at]).tolist():
+            namespaces[table.namespace[at] == ordinal] = np.frombuffer(digest_of(ordinal), np.uint8)
         return Labels(
             table.key[at], index.parent_keys(ids), table.parent[at] == NO_PARENT, namespaces,
             table.size_bytes[at], table.rank[at],

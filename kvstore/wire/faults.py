@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvstore.errors import (
     BadInputError,
+    DeniedError,
     EndedError,
     KVStoreError,
     ProtocolError,
@@ -22,6 +23,7 @@ _CODES: tuple[tuple[type[KVStoreError], pb.Code], ...] = (
     (EndedError, pb.ENDED),
     (BadInputError, pb.BAD_INPUT),
     (UnavailableError, pb.UNAVAILABLE),
+    (DeniedError, pb.DENIED),
     (ProtocolError, pb.BAD_INPUT),
 )
 _CLASSES: dict[int, type[KVStoreError]] = {
@@ -31,6 +33,7 @@ _CLASSES: dict[int, type[KVStoreError]] = {
     pb.SESSION_ENDED: SessionEndedError,
     pb.ENDED: EndedError,
     pb.UNAVAILABLE: UnavailableError,
+    pb.DENIED: DeniedError,
 }
 
 

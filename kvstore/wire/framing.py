@@ -67,6 +67,14 @@ class Method(IntEnum):
     EVENT = 19
     PREFETCH = 20
     PERSIST = 21
+    NAMESPACES = 22
+    CLEAR = 23
+    INSPECT = 24
+    CLAIMS = 25
+    WATCH = 26
+    VERIFY = 27
+    LEASE_SHARD = 30
+    END_SESSION = 31
 
 
 REQUESTS: dict[int, type[Message]] = {
@@ -91,9 +99,19 @@ REQUESTS: dict[int, type[Message]] = {
     Method.EVENT: pb.Event,
     Method.PREFETCH: pb.PrefetchRequest,
     Method.PERSIST: pb.PersistRequest,
+    Method.NAMESPACES: pb.NamespacesRequest,
+    Method.CLEAR: pb.ClearRequest,
+    Method.INSPECT: pb.InspectRequest,
+    Method.CLAIMS: pb.ClaimsRequest,
+    Method.WATCH: pb.WatchRequest,
+    Method.VERIFY: pb.VerifyRequest,
+    Method.LEASE_SHARD: pb.LeaseShardRequest,
+    Method.END_SESSION: pb.EndSessionRequest,
 }
 
-PROMPTS = frozenset({Method.MATCH, Method.LEASE, Method.RESERVE, Method.PIN, Method.PREFETCH, Method.PERSIST})
+PROMPTS = frozenset(
+    {Method.MATCH, Method.LEASE, Method.RESERVE, Method.PIN, Method.PREFETCH, Method.PERSIST, Method.INSPECT}
+)
 """Requests that carry a prompt."""
 
 REPLIES: dict[int, type[Message]] = {
@@ -117,6 +135,14 @@ REPLIES: dict[int, type[Message]] = {
     Method.GOODBYE: pb.GoodbyeReply,
     Method.PREFETCH: pb.PrefetchReply,
     Method.PERSIST: pb.PersistReply,
+    Method.NAMESPACES: pb.NamespacesReply,
+    Method.CLEAR: pb.ClearReply,
+    Method.INSPECT: pb.InspectReply,
+    Method.CLAIMS: pb.ClaimsReply,
+    Method.WATCH: pb.WatchReply,
+    Method.VERIFY: pb.VerifyReply,
+    Method.LEASE_SHARD: pb.LeaseReply,
+    Method.END_SESSION: pb.EndSessionReply,
 }
 
 
@@ -140,7 +166,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> tuple[int, int, int, 
     if length > most:
         raise ProtocolError(f"a frame announces {length} bytes; the most is {most}")
     if method not in REQUESTS:
-        raise ProtocolError(f"unknown method {method}; known are 1..{max(Method)}")
+        raise ProtocolError(f"unknown method {method}; the highest known is {max(Method)}")
     if flags & ~KNOWN_FLAGS:
         raise ProtocolError(f"unknown flags {flags:#x} in a frame; known are {KNOWN_FLAGS:#x}")
     return length, method, flags, request_id

@@ -16,6 +16,7 @@ class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENDED: _ClassVar[Code]
     SESSION_ENDED: _ClassVar[Code]
     UNAVAILABLE: _ClassVar[Code]
+    DENIED: _ClassVar[Code]
     INTERNAL: _ClassVar[Code]
 
 class Channel(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -30,6 +31,7 @@ VERSION: Code
 ENDED: Code
 SESSION_ENDED: Code
 UNAVAILABLE: Code
+DENIED: Code
 INTERNAL: Code
 CHANNEL_CALLS: Channel
 CHANNEL_EVENTS: Channel
@@ -125,8 +127,26 @@ class Extra(_message.Message):
     digest: bytes
     def __init__(self, start_token: _Optional[int] = ..., n_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
+class Hints(_message.Message):
+    __slots__ = ("request_type", "turn", "session_id", "expected_reuse", "ttl_s", "priority", "no_reuse")
+    REQUEST_TYPE_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_REUSE_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    NO_REUSE_FIELD_NUMBER: _ClassVar[int]
+    request_type: str
+    turn: int
+    session_id: str
+    expected_reuse: float
+    ttl_s: float
+    priority: int
+    no_reuse: bool
+    def __init__(self, request_type: _Optional[str] = ..., turn: _Optional[int] = ..., session_id: _Optional[str] = ..., expected_reuse: _Optional[float] = ..., ttl_s: _Optional[float] = ..., priority: _Optional[int] = ..., no_reuse: bool = ...) -> None: ...
+
 class Prompt(_message.Message):
-    __slots__ = ("namespace", "rows", "salt", "lora", "extras", "policy_time_s", "category")
+    __slots__ = ("namespace", "rows", "salt", "lora", "extras", "policy_time_s", "category", "hints", "shards", "n_prompt_tokens", "prompt_only", "part")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +154,11 @@ class Prompt(_message.Message):
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
     POLICY_TIME_S_FIELD_NUMBER: _ClassVar[int]
     CATEGORY_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    N_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ONLY_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     rows: bytes
     salt: str
@@ -141,7 +166,12 @@ class Prompt(_message.Message):
     extras: _containers.RepeatedCompositeFieldContainer[Extra]
     policy_time_s: float
     category: int
-    def __init__(self, namespace: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., salt: _Optional[str] = ..., lora: _Optional[str] = ..., extras: _Optional[_Iterable[_Union[Extra, _Mapping]]] = ..., policy_time_s: _Optional[float] = ..., category: _Optional[int] = ...) -> None: ...
+    hints: Hints
+    shards: bytes
+    n_prompt_tokens: int
+    prompt_only: bool
+    part: int
+    def __init__(self, namespace: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., salt: _Optional[str] = ..., lora: _Optional[str] = ..., extras: _Optional[_Iterable[_Union[Extra, _Mapping]]] = ..., policy_time_s: _Optional[float] = ..., category: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ..., shards: _Optional[bytes] = ..., n_prompt_tokens: _Optional[int] = ..., prompt_only: bool = ..., part: _Optional[int] = ...) -> None: ...
 
 class MatchRequest(_message.Message):
     __slots__ = ("prompt",)
@@ -150,16 +180,18 @@ class MatchRequest(_message.Message):
     def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ...) -> None: ...
 
 class MatchReply(_message.Message):
-    __slots__ = ("n_blocks", "partial_tokens", "n_tokens", "n_dram_blocks")
+    __slots__ = ("n_blocks", "partial_tokens", "n_tokens", "n_dram_blocks", "part_blocks")
     N_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     N_TOKENS_FIELD_NUMBER: _ClassVar[int]
     N_DRAM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PART_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     n_blocks: int
     partial_tokens: int
     n_tokens: int
     n_dram_blocks: int
-    def __init__(self, n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., n_tokens: _Optional[int] = ..., n_dram_blocks: _Optional[int] = ...) -> None: ...
+    part_blocks: bytes
+    def __init__(self, n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., n_tokens: _Optional[int] = ..., n_dram_blocks: _Optional[int] = ..., part_blocks: _Optional[bytes] = ...) -> None: ...
 
 class RegionLayout(_message.Message):
     __slots__ = ("id", "slot_bytes", "generation_base")
@@ -181,6 +213,16 @@ class Slots(_message.Message):
     regions: _containers.RepeatedCompositeFieldContainer[RegionLayout]
     def __init__(self, ids: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., regions: _Optional[_Iterable[_Union[RegionLayout, _Mapping]]] = ...) -> None: ...
 
+class PartSlots(_message.Message):
+    __slots__ = ("part", "first_block", "slots")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    part: int
+    first_block: int
+    slots: Slots
+    def __init__(self, part: _Optional[int] = ..., first_block: _Optional[int] = ..., slots: _Optional[_Union[Slots, _Mapping]] = ...) -> None: ...
+
 class LeaseRequest(_message.Message):
     __slots__ = ("prompt", "max_blocks", "first_block", "ttl_s", "wait_s")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -196,7 +238,7 @@ class LeaseRequest(_message.Message):
     def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., max_blocks: _Optional[int] = ..., first_block: _Optional[int] = ..., ttl_s: _Optional[float] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class LeaseReply(_message.Message):
-    __slots__ = ("lease_id", "ttl_s", "n_blocks", "partial_tokens", "n_tokens", "slots", "n_pending", "eta_s", "n_nvme")
+    __slots__ = ("lease_id", "ttl_s", "n_blocks", "partial_tokens", "n_tokens", "slots", "n_pending", "eta_s", "n_nvme", "first_block", "parts")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     N_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +248,8 @@ class LeaseReply(_message.Message):
     N_PENDING_FIELD_NUMBER: _ClassVar[int]
     ETA_S_FIELD_NUMBER: _ClassVar[int]
     N_NVME_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     ttl_s: float
     n_blocks: int
@@ -215,13 +259,25 @@ class LeaseReply(_message.Message):
     n_pending: int
     eta_s: float
     n_nvme: int
-    def __init__(self, lease_id: _Optional[int] = ..., ttl_s: _Optional[float] = ..., n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., n_tokens: _Optional[int] = ..., slots: _Optional[_Union[Slots, _Mapping]] = ..., n_pending: _Optional[int] = ..., eta_s: _Optional[float] = ..., n_nvme: _Optional[int] = ...) -> None: ...
+    first_block: int
+    parts: _containers.RepeatedCompositeFieldContainer[PartSlots]
+    def __init__(self, lease_id: _Optional[int] = ..., ttl_s: _Optional[float] = ..., n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., n_tokens: _Optional[int] = ..., slots: _Optional[_Union[Slots, _Mapping]] = ..., n_pending: _Optional[int] = ..., eta_s: _Optional[float] = ..., n_nvme: _Optional[int] = ..., first_block: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PartSlots, _Mapping]]] = ...) -> None: ...
 
 class AttachLeaseRequest(_message.Message):
-    __slots__ = ("lease_id",)
+    __slots__ = ("lease_id", "shards")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
-    def __init__(self, lease_id: _Optional[int] = ...) -> None: ...
+    shards: bytes
+    def __init__(self, lease_id: _Optional[int] = ..., shards: _Optional[bytes] = ...) -> None: ...
+
+class LeaseShardRequest(_message.Message):
+    __slots__ = ("lease_id", "shard")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    shard: bytes
+    def __init__(self, lease_id: _Optional[int] = ..., shard: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("lease_id",)
@@ -417,6 +473,20 @@ class PersistReply(_message.Message):
     reason: str
     def __init__(self, n_blocks: _Optional[int] = ..., n_durable: _Optional[int] = ..., n_pending: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class EndSessionRequest(_message.Message):
+    __slots__ = ("namespace", "session_id")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    session_id: str
+    def __init__(self, namespace: _Optional[bytes] = ..., session_id: _Optional[str] = ...) -> None: ...
+
+class EndSessionReply(_message.Message):
+    __slots__ = ("n_blocks",)
+    N_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    n_blocks: int
+    def __init__(self, n_blocks: _Optional[int] = ...) -> None: ...
+
 class StatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -442,6 +512,276 @@ class StatsReply(_message.Message):
     numbers: _containers.ScalarMap[str, float]
     texts: _containers.ScalarMap[str, str]
     def __init__(self, numbers: _Optional[_Mapping[str, float]] = ..., texts: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class NamespaceFilter(_message.Message):
+    __slots__ = ("name", "digest_prefix", "model", "revision")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest_prefix: str
+    model: str
+    revision: str
+    def __init__(self, name: _Optional[str] = ..., digest_prefix: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ...) -> None: ...
+
+class NamespacesRequest(_message.Message):
+    __slots__ = ("filter", "all_tenants")
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    ALL_TENANTS_FIELD_NUMBER: _ClassVar[int]
+    filter: NamespaceFilter
+    all_tenants: bool
+    def __init__(self, filter: _Optional[_Union[NamespaceFilter, _Mapping]] = ..., all_tenants: bool = ...) -> None: ...
+
+class NamespaceInfo(_message.Message):
+    __slots__ = ("digest", "description_json", "names", "is_open", "n_blocks", "n_dram_blocks", "n_nvme_blocks", "dram_bytes", "nvme_bytes", "n_pinned_blocks", "n_lookups", "n_lookup_blocks", "n_hit_blocks", "idle_s")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_JSON_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    IS_OPEN_FIELD_NUMBER: _ClassVar[int]
+    N_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    N_DRAM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    N_NVME_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NVME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    N_PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    N_LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    N_LOOKUP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    N_HIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    description_json: str
+    names: _containers.RepeatedScalarFieldContainer[str]
+    is_open: bool
+    n_blocks: int
+    n_dram_blocks: int
+    n_nvme_blocks: int
+    dram_bytes: int
+    nvme_bytes: int
+    n_pinned_blocks: int
+    n_lookups: int
+    n_lookup_blocks: int
+    n_hit_blocks: int
+    idle_s: float
+    def __init__(self, digest: _Optional[bytes] = ..., description_json: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ..., is_open: bool = ..., n_blocks: _Optional[int] = ..., n_dram_blocks: _Optional[int] = ..., n_nvme_blocks: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., n_pinned_blocks: _Optional[int] = ..., n_lookups: _Optional[int] = ..., n_lookup_blocks: _Optional[int] = ..., n_hit_blocks: _Optional[int] = ..., idle_s: _Optional[float] = ...) -> None: ...
+
+class NamespacesReply(_message.Message):
+    __slots__ = ("namespaces", "truncated")
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceInfo]
+    truncated: bool
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., truncated: bool = ...) -> None: ...
+
+class ClearRequest(_message.Message):
+    __slots__ = ("filter", "everything", "all_tenants", "dry_run", "wait_s")
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    EVERYTHING_FIELD_NUMBER: _ClassVar[int]
+    ALL_TENANTS_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    filter: NamespaceFilter
+    everything: bool
+    all_tenants: bool
+    dry_run: bool
+    wait_s: float
+    def __init__(self, filter: _Optional[_Union[NamespaceFilter, _Mapping]] = ..., everything: bool = ..., all_tenants: bool = ..., dry_run: bool = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class ClearedNamespace(_message.Message):
+    __slots__ = ("digest", "n_blocks", "n_dram_blocks", "n_nvme_blocks")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    N_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    N_DRAM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    N_NVME_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    n_blocks: int
+    n_dram_blocks: int
+    n_nvme_blocks: int
+    def __init__(self, digest: _Optional[bytes] = ..., n_blocks: _Optional[int] = ..., n_dram_blocks: _Optional[int] = ..., n_nvme_blocks: _Optional[int] = ...) -> None: ...
+
+class ClearReply(_message.Message):
+    __slots__ = ("namespaces", "n_ended_reservations", "n_left_blocks", "n_left_names")
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    N_ENDED_RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    N_LEFT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    N_LEFT_NAMES_FIELD_NUMBER: _ClassVar[int]
+    namespaces: _containers.RepeatedCompositeFieldContainer[ClearedNamespace]
+    n_ended_reservations: int
+    n_left_blocks: int
+    n_left_names: int
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[ClearedNamespace, _Mapping]]] = ..., n_ended_reservations: _Optional[int] = ..., n_left_blocks: _Optional[int] = ..., n_left_names: _Optional[int] = ...) -> None: ...
+
+class InspectRequest(_message.Message):
+    __slots__ = ("prompt", "first_block", "max_blocks")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    prompt: Prompt
+    first_block: int
+    max_blocks: int
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., first_block: _Optional[int] = ..., max_blocks: _Optional[int] = ...) -> None: ...
+
+class InspectReply(_message.Message):
+    __slots__ = ("n_rows", "n_blocks", "partial_tokens", "keys", "tiers", "sizes", "hits", "idle_s", "pins", "ends", "differs_at_token", "hints_json")
+    N_ROWS_FIELD_NUMBER: _ClassVar[int]
+    N_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    DIFFERS_AT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    HINTS_JSON_FIELD_NUMBER: _ClassVar[int]
+    n_rows: int
+    n_blocks: int
+    partial_tokens: int
+    keys: bytes
+    tiers: bytes
+    sizes: bytes
+    hits: bytes
+    idle_s: bytes
+    pins: bytes
+    ends: str
+    differs_at_token: int
+    hints_json: str
+    def __init__(self, n_rows: _Optional[int] = ..., n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., keys: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., hits: _Optional[bytes] = ..., idle_s: _Optional[bytes] = ..., pins: _Optional[bytes] = ..., ends: _Optional[str] = ..., differs_at_token: _Optional[int] = ..., hints_json: _Optional[str] = ...) -> None: ...
+
+class ClaimsRequest(_message.Message):
+    __slots__ = ("all_tenants",)
+    ALL_TENANTS_FIELD_NUMBER: _ClassVar[int]
+    all_tenants: bool
+    def __init__(self, all_tenants: bool = ...) -> None: ...
+
+class SessionInfo(_message.Message):
+    __slots__ = ("id", "tenant", "client_name", "pid", "live", "silent_s")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    SILENT_S_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    tenant: str
+    client_name: str
+    pid: int
+    live: bool
+    silent_s: float
+    def __init__(self, id: _Optional[int] = ..., tenant: _Optional[str] = ..., client_name: _Optional[str] = ..., pid: _Optional[int] = ..., live: bool = ..., silent_s: _Optional[float] = ...) -> None: ...
+
+class ClaimInfo(_message.Message):
+    __slots__ = ("kind", "id", "tenant", "session_ids", "left_s", "ended", "n_blocks")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    N_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    id: int
+    tenant: str
+    session_ids: _containers.RepeatedScalarFieldContainer[int]
+    left_s: float
+    ended: bool
+    n_blocks: int
+    def __init__(self, kind: _Optional[str] = ..., id: _Optional[int] = ..., tenant: _Optional[str] = ..., session_ids: _Optional[_Iterable[int]] = ..., left_s: _Optional[float] = ..., ended: bool = ..., n_blocks: _Optional[int] = ...) -> None: ...
+
+class ClaimsReply(_message.Message):
+    __slots__ = ("sessions", "claims", "truncated")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    CLAIMS_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionInfo]
+    claims: _containers.RepeatedCompositeFieldContainer[ClaimInfo]
+    truncated: bool
+    def __init__(self, sessions: _Optional[_Iterable[_Union[SessionInfo, _Mapping]]] = ..., claims: _Optional[_Iterable[_Union[ClaimInfo, _Mapping]]] = ..., truncated: bool = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("after_seq", "from_now", "wait_s", "max_events", "all_tenants")
+    AFTER_SEQ_FIELD_NUMBER: _ClassVar[int]
+    FROM_NOW_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    ALL_TENANTS_FIELD_NUMBER: _ClassVar[int]
+    after_seq: int
+    from_now: bool
+    wait_s: float
+    max_events: int
+    all_tenants: bool
+    def __init__(self, after_seq: _Optional[int] = ..., from_now: bool = ..., wait_s: _Optional[float] = ..., max_events: _Optional[int] = ..., all_tenants: bool = ...) -> None: ...
+
+class EventBatch(_message.Message):
+    __slots__ = ("time_s", "kind", "tier", "reason", "namespace", "seqs", "keys", "parents", "n_tokens", "last")
+    TIME_S_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    SEQS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    N_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    time_s: float
+    kind: str
+    tier: str
+    reason: str
+    namespace: bytes
+    seqs: bytes
+    keys: bytes
+    parents: bytes
+    n_tokens: bytes
+    last: bytes
+    def __init__(self, time_s: _Optional[float] = ..., kind: _Optional[str] = ..., tier: _Optional[str] = ..., reason: _Optional[str] = ..., namespace: _Optional[bytes] = ..., seqs: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., n_tokens: _Optional[bytes] = ..., last: _Optional[bytes] = ...) -> None: ...
+
+class WatchReply(_message.Message):
+    __slots__ = ("next_seq", "epoch", "n_lost", "gap", "batches")
+    NEXT_SEQ_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    N_LOST_FIELD_NUMBER: _ClassVar[int]
+    GAP_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    next_seq: int
+    epoch: int
+    n_lost: int
+    gap: bool
+    batches: _containers.RepeatedCompositeFieldContainer[EventBatch]
+    def __init__(self, next_seq: _Optional[int] = ..., epoch: _Optional[int] = ..., n_lost: _Optional[int] = ..., gap: bool = ..., batches: _Optional[_Iterable[_Union[EventBatch, _Mapping]]] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("first_id", "frames", "wait_s")
+    FIRST_ID_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    first_id: int
+    frames: bool
+    wait_s: float
+    def __init__(self, first_id: _Optional[int] = ..., frames: bool = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class VerifyReply(_message.Message):
+    __slots__ = ("next_id", "end_id", "n_blocks", "n_frames", "n_bytes", "n_corrupt", "n_unreadable", "n_unread", "problems")
+    NEXT_ID_FIELD_NUMBER: _ClassVar[int]
+    END_ID_FIELD_NUMBER: _ClassVar[int]
+    N_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    N_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    N_BYTES_FIELD_NUMBER: _ClassVar[int]
+    N_CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    N_UNREADABLE_FIELD_NUMBER: _ClassVar[int]
+    N_UNREAD_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    next_id: int
+    end_id: int
+    n_blocks: int
+    n_frames: int
+    n_bytes: int
+    n_corrupt: int
+    n_unreadable: int
+    n_unread: int
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, next_id: _Optional[int] = ..., end_id: _Optional[int] = ..., n_blocks: _Optional[int] = ..., n_frames: _Optional[int] = ..., n_bytes: _Optional[int] = ..., n_corrupt: _Optional[int] = ..., n_unreadable: _Optional[int] = ..., n_unread: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GoodbyeRequest(_message.Message):
     __slots__ = ()

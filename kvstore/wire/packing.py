@@ -9,8 +9,13 @@ from numpy.typing import NDArray
 
 from kvstore.errors import ProtocolError
 
+U8 = np.dtype("u1")
+I32 = np.dtype("<i4")
+U32 = np.dtype("<u4")
 I64 = np.dtype("<i8")
 U64 = np.dtype("<u8")
+F64 = np.dtype("<f8")
+U32 = np.dtype("<u4")
 
 
 def pack(values: NDArray[Any], dtype: np.dtype[Any]) -> bytes:

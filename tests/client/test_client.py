@@ -75,6 +75,7 @@ def test_a_prefix_is_extended_from_the_middle(ns: NamespaceHandle) -> None:
     assert "not stored" in gap.reason
 
 
+@pytest.mark.needs("shared_memory", reason="what it shows is the store's own memory")
 def test_a_lease_reads_in_place_and_read_only(ns: NamespaceHandle, client: Client) -> None:
     tokens, blocks = tokens_of(8), blocks_of(8)
     ns.put(tokens, blocks)
@@ -149,9 +150,9 @@ def test_reservations_are_invisible_until_committed(ns: NamespaceHandle, client:
     wait_until(lambda: client.stats()["dram_reserved_bytes"] == 0, "the reservation is aborted")
 
 
-def test_two_writers_of_the_same_blocks_keep_one(ns: NamespaceHandle, client: Client) -> None:
+def test_two_writers_of_the_same_blocks_keep_one(ns: NamespaceHandle, client: Client, connect: Any) -> None:
     tokens, blocks = tokens_of(4), blocks_of(4)
-    with Client(client._session._path, timeout_s=5.0) as other:
+    with connect() as other:
         with ns.reserve(tokens, n_blocks=4) as mine:
             mine.fill(blocks)
             assert other.open(Namespace("model", spec_of())).put(tokens, blocks).n_stored == 4
@@ -162,7 +163,7 @@ def test_two_writers_of_the_same_blocks_keep_one(ns: NamespaceHandle, client: Cl
         np.testing.assert_array_equal(out, blocks)
 
 
-def test_identity_keeps_everything_apart(client: Client) -> None:
+def test_identity_keeps_everything_apart(client: Client, connect: Any) -> None:
     """Case 5 and 6: LoRA, salt, image, dtype, block size, revision, tenant never hit each other."""
     tokens = tokens_of(3)
     group = KVGroup(layers=2, kv_heads=2, head_dim=64, dtype="bfloat16")
@@ -186,7 +187,7 @@ def test_identity_keeps_everything_apart(client: Client) -> None:
     ]
     for namespace in others:
         assert client.open(namespace).match(tokens).n_tokens == 0
-    with Client(client._session._path, tenant="b", timeout_s=5.0) as stranger:
+    with connect(tenant="b") as stranger:
         theirs = stranger.open(Namespace("model", base.spec, tenant="b"))
         assert theirs.match(tokens).n_tokens == 0
         with pytest.raises(BadInputError, match="tenant"):
@@ -271,12 +272,13 @@ def test_a_name_stands_for_one_description(client: Client) -> None:
         client.open(Namespace("m", KVSpec.opaque(32, BLOCK_BYTES)), name="prod")
 
 
-def test_another_process_reads_what_the_first_wrote(ns: NamespaceHandle, client: Client) -> None:
+@pytest.mark.needs("processes", reason="the store has no clients in other processes")
+def test_another_process_reads_what_the_first_wrote(ns: NamespaceHandle, place: Any) -> None:
     tokens, blocks = tokens_of(5), blocks_of(5)
     ns.put(tokens, blocks)
     spawn = multiprocessing.get_context("spawn")
     with spawn.Pool(1) as pool:
-        got = pool.apply(_read_elsewhere, (str(client._session._path), tokens, BLOCK_BYTES))
+        got = pool.apply(_read_elsewhere, (place.target, tokens, BLOCK_BYTES))
     np.testing.assert_array_equal(got, blocks)
 
 
@@ -287,12 +289,13 @@ def _read_elsewhere(path: str, tokens: NDArray[np.uint32], block_bytes: int) -> 
             return np.stack([lease[i] for i in range(len(lease))])
 
 
-def test_a_lease_is_usable_from_another_connection_of_the_tenant(ns: NamespaceHandle, client: Client) -> None:
+def test_a_lease_is_usable_from_another_connection_of_the_tenant(
+    ns: NamespaceHandle, client: Client, connect: Any
+) -> None:
     tokens, blocks = tokens_of(3), blocks_of(3)
     ns.put(tokens, blocks)
-    path = client._session._path
-    stranger = Client(path, tenant="b", timeout_s=5.0)
-    with stranger, ns.lease(tokens, first_block=1) as lease, Client(path, timeout_s=5.0) as other:
+    stranger = connect(tenant="b")
+    with stranger, ns.lease(tokens, first_block=1) as lease, connect() as other:
         with other.attach(lease.id, BLOCK_BYTES) as theirs:
             lease.release()
             assert theirs.first_block == 1
@@ -319,10 +322,10 @@ def test_pins_keep_blocks_under_pressure(ns: NamespaceHandle) -> None:
     assert ns.match(tokens).n_blocks == 0
 
 
-def test_an_ended_lease_is_a_miss_for_staged_reads(start_daemon: Any, wait_until: Any) -> None:
+@pytest.mark.needs("shared_memory", reason="about a hold that outlives its right")
+def test_an_ended_lease_is_a_miss_for_staged_reads(serve: Any, wait_until: Any) -> None:
     clock = ManualClock(1000.0)
-    daemon = start_daemon(clock, lease_s_default=30.0, heartbeat_s=3600.0)
-    with Client(daemon.config.socket_path, timeout_s=5.0) as client:
+    with serve(clock, lease_s_default=30.0, heartbeat_s=3600.0).connect() as client:
         ns = client.open(Namespace("model", spec_of()))
         ns.put(tokens_of(3), blocks_of(3))
         lease = ns.lease(tokens_of(3))
@@ -351,6 +354,7 @@ def test_a_forgotten_lease_gives_its_blocks_back(ns: NamespaceHandle, client: Cl
     wait_until(lambda: client.stats()["leases"] == 0, "the lease is released")
 
 
+@pytest.mark.needs("shared_memory", reason="a tensor over the store's own memory")
 def test_torch_tensors_share_the_memory(client: Client) -> None:
     torch = pytest.importorskip("torch")
     group = KVGroup(layers=1, kv_heads=2, head_dim=8, dtype="bfloat16")
@@ -371,6 +375,7 @@ def test_torch_tensors_share_the_memory(client: Client) -> None:
         del tensor
 
 
+@pytest.mark.needs("fork", reason="a forked child reaches no store that lives in its parent, and has no gRPC")
 def test_a_forked_child_has_its_own_session(ns: NamespaceHandle, client: Client) -> None:
     tokens, blocks = tokens_of(3), blocks_of(3)
     ns.put(tokens, blocks)
@@ -419,9 +424,10 @@ def test_the_tier_never_holds_more_than_its_room(ns: NamespaceHandle, client: Cl
     assert ns.match(tokens_of(80, 0)).n_blocks == 0
 
 
+@pytest.mark.needs("unix_socket", reason="about that socket's connections")
 def test_a_connection_closed_by_another_thread_is_a_broken_one(client: Client) -> None:
     """The background thread may be about to send on it: it must see what it knows how to deal with."""
-    transport = Transport(client._session._path, 1.0)
+    transport = Transport(client._session._link.address, 1.0)
     transport.close()
     with pytest.raises(UnavailableError):
         transport.send(Method.HEARTBEAT, pb.HeartbeatRequest(), time.monotonic() + 1.0)

@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.client import Client, WaitRule
 from kvstore.client.greeting import join
+from kvstore.client.link import Calls
 from kvstore.client.prompts import tokens_asked_for
 from kvstore.client.transport import TimedOutError, Transport
 from kvstore.client.waiting import CONNECTIONS_MAX, WaitingCalls, wait_seconds
@@ -71,19 +72,21 @@ def test_tokens_behind_hashes() -> None:
 
 # The connections ---------------------------------------------------------------------------------
 
+over_unix_sockets = pytest.mark.needs("unix_socket", reason="about the connections of that socket")
+
 
 class Pool:
     """``WaitingCalls`` to a daemon, and how many connections were made."""
 
     def __init__(self, client: Client) -> None:
         self.made = 0
-        self.late: list[Transport] = []
+        self.late: list[Calls] = []
         self.session = client._session
         self.calls = WaitingCalls(self._connect, self.late.append)
 
     def _connect(self, deadline_s: float) -> Transport:
         self.made += 1
-        return join(self.session._path, self.session._token, pb.CHANNEL_WAITS, deadline_s)
+        return join(self.session._link.address, self.session._token, pb.CHANNEL_WAITS, deadline_s)
 
     def stats(self, timeout_s: float = WAIT_S) -> pb.StatsReply:
         return self.calls.call(Method.STATS, pb.StatsRequest(), pb.StatsReply, time.monotonic() + timeout_s)
@@ -100,6 +103,7 @@ def waits_of(daemon: Any) -> int:
     return int(daemon.call(lambda d: sum(len(session.waits) for session in d.sessions)))
 
 
+@over_unix_sockets
 def test_one_connection_serves_one_call_after_another(pool: Pool, daemon: Any, wait_until: Callable[..., None]) -> None:
     for _ in range(5):
         assert pool.stats().numbers["sessions"] == 1
@@ -110,6 +114,7 @@ def test_one_connection_serves_one_call_after_another(pool: Pool, daemon: Any, w
         pool.stats()
 
 
+@over_unix_sockets
 def test_an_answer_that_is_an_error_leaves_the_connection_usable(pool: Pool) -> None:
     for _ in range(3):
         with pytest.raises(BadInputError, match="0 regions"):
@@ -117,6 +122,7 @@ def test_an_answer_that_is_an_error_leaves_the_connection_usable(pool: Pool) -> 
     assert pool.made == 1
 
 
+@over_unix_sockets
 def test_threads_that_wait_at_once_have_a_connection_each_up_to_a_bound(
     pool: Pool, daemon: Any, wait_until: Callable[..., None]
 ) -> None:
@@ -146,6 +152,7 @@ def test_threads_that_wait_at_once_have_a_connection_each_up_to_a_bound(
     assert pool.late == [] or all(transport.late for transport in pool.late)
 
 
+@over_unix_sockets
 def test_no_free_connection_is_a_miss_by_the_deadline(pool: Pool) -> None:
     for _ in range(CONNECTIONS_MAX):
         assert pool.calls._places.acquire(timeout=0)
@@ -158,6 +165,7 @@ def test_no_free_connection_is_a_miss_by_the_deadline(pool: Pool) -> None:
     pool.stats()
 
 
+@over_unix_sockets
 def test_a_late_answer_is_given_back_and_not_taken_for_the_next(pool: Pool, daemon: Any) -> None:
     go, held = threading.Event(), threading.Event()
     pool.stats()
@@ -176,6 +184,7 @@ def test_a_late_answer_is_given_back_and_not_taken_for_the_next(pool: Pool, daem
     assert [type(reply) for transport in pool.late for reply in transport.late] == [pb.HeartbeatReply]
 
 
+@over_unix_sockets
 def test_ending_wakes_a_call_that_waits(pool: Pool, daemon: Any) -> None:
     go, held = threading.Event(), threading.Event()
     pool.stats()
@@ -205,14 +214,15 @@ def test_ending_wakes_a_call_that_waits(pool: Pool, daemon: Any) -> None:
     assert isinstance(errors[0], UnavailableError)
 
 
+@over_unix_sockets
 def test_a_client_may_have_so_many_connections_to_wait_on_and_no_more(client: Client, daemon: Any) -> None:
     session = client._session
     opened = [
-        join(session._path, session._token, pb.CHANNEL_WAITS, time.monotonic() + WAIT_S)
+        join(session._link.address, session._token, pb.CHANNEL_WAITS, time.monotonic() + WAIT_S)
         for _ in range(WAITS_PER_SESSION_MAX)
     ]
     with pytest.raises(BadInputError, match=str(WAITS_PER_SESSION_MAX)):
-        join(session._path, session._token, pb.CHANNEL_WAITS, time.monotonic() + WAIT_S)
+        join(session._link.address, session._token, pb.CHANNEL_WAITS, time.monotonic() + WAIT_S)
     assert waits_of(daemon) == WAITS_PER_SESSION_MAX
     client.close()
     assert waits_of(daemon) == 0

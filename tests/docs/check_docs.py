@@ -51,8 +51,9 @@ def main() -> int:
         socket_path = Path(folder) / "docs.sock"
         arguments = ["--dram", "64MiB", "--nvme-dir", str(Path(folder) / "nvme"), "--nvme", "64MiB"]
         with own_daemon(arguments, socket_path):
-            environment = {**os.environ, "KVSTORE_SOCKET": str(socket_path)}
-            documents = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+            commands = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+            environment = {**os.environ, "KVSTORE_SOCKET": str(socket_path), "PATH": commands}
+            documents = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
             count = sum(run_blocks(document.read_text(), environment) for document in documents)
     print(f"{count} blocks of README.md and docs/ run, no broken link")  # noqa: T201 - as above
     return 0 if count else 1

@@ -25,7 +25,8 @@ def documented() -> set[str]:
 def raised() -> set[str]:
     """Counters by the places that raise them: many are absent from a daemon that has seen no trouble."""
     names = set()
-    for path in (path for folder in ("", "store", "server", "tiers/nvme") for path in (PACKAGE / folder).glob("*.py")):
+    folders = ("", "store", "server", "server/grpc", "tiers/nvme")
+    for path in (path for folder in folders for path in (PACKAGE / folder).glob("*.py")):
         prefix = "nvme_" if path.parent.name == "nvme" else ""
         names |= {prefix + name for name in RAISED.findall(path.read_text())}
     return names

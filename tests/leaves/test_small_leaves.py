@@ -182,11 +182,11 @@ MIB = 1 << 20
         ({"region_bytes": 2 * MIB, "dram_bytes": MIB}, "more than the tier's 1048576"),
         ({"socket_path": Path()}, "names no file"),
         ({"region_bytes": -1}, "--region-bytes is -1"),
-        ({"policy_clock": "sundial"}, "policy_clock is 'sundial'; known are system, client"),
+        ({"policy_clock": "sundial"}, "--policy-clock is 'sundial'; known are system, client"),
         ({"lease_s_default": 0.0}, "--lease-default is 0.0"),
         ({"lease_s_max": 1e9}, "--lease-max is 1000000000.0"),
         ({"heartbeat_s": float("nan")}, "--heartbeat is nan"),
-        ({"hello_s": -1.0}, "hello_s is -1.0"),
+        ({"hello_s": -1.0}, "--hello-timeout is -1.0"),
         ({"lease_s_default": 700.0}, "--lease-default 700.0 is above --lease-max 600.0"),
         ({"max_clients": 0}, "--max-clients is 0"),
         ({"max_clients": 65537}, "--max-clients is 65537"),
@@ -262,7 +262,7 @@ def test_counters_sum_up_and_snapshots_are_copies() -> None:
 
 def test_all_errors_have_one_root_and_bad_input_is_a_value_error() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
-    assert len(kinds) == 12
+    assert len(kinds) == 13
     assert all(issubclass(kind, KVStoreError) for kind in kinds)
     bad = {kind.__name__ for kind in kinds if issubclass(kind, ValueError)}
     assert bad == {"BadInputError", "ConfigError", "SpecMismatchError", "TraceError"}

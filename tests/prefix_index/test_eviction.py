@@ -49,6 +49,10 @@ class LotteryPolicy:
     def inserted(self, ids: At, now_s: float) -> None:
         self.accessed(ids, now_s)
 
+    def demoted(self, ids: At) -> None:
+        self.evicted(ids)
+        self.table.rank[ids] = -1.0
+
     def evicted(self, ids: At) -> None:
         for block in ids.tolist():
             self.moved.pop(block, None)

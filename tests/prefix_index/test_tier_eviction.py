@@ -44,6 +44,11 @@ class DriftingPolicy:
     def inserted(self, ids: At, now_s: float) -> None:
         self.accessed(ids, now_s)
 
+    def demoted(self, ids: At) -> None:
+        for block in ids.tolist():
+            self.wanted.pop(block, None)
+        self.table.rank[ids] = -1.0
+
     def evicted(self, ids: At) -> None:
         self.n_evicted += len(ids)
         for block in ids.tolist():

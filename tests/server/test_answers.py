@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from kvstore.config import LogOptions
 from kvstore.errors import BadInputError
 from kvstore.server.answers import Answers
 from kvstore.server.connection import BACKLOG_BYTES_PAUSED, Connection
 from kvstore.server.handlers import Reply
+from kvstore.server.monitor import Monitor
 from kvstore.server.session import Session
 from kvstore.server.waits import checked_wait_s, wait_for
 from kvstore.wire import kvstore_pb2 as pb
@@ -31,8 +33,9 @@ class Served:
             sock.setblocking(False)
         self.slow = slow
         self.after = 0
+        self.monitor = Monitor(self.loop, LogOptions(), lambda: ({}, {}))
         self.closed = asyncio.Event()
-        self.answers = Answers(self.loop, self._dispatch, self._count)
+        self.answers = Answers(self.loop, self._dispatch, self._count, self.monitor)
         self.connection = Connection(self.loop, theirs, self.answers.on_frame, self._on_close)
         self.connection.context = Session(1, "t", "test", 1, -1, 0.0)
         self.connection.payload_bytes_max = 64 << 20

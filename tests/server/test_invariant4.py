@@ -80,7 +80,7 @@ def stopped_reader(path: str, pipe: Connection) -> None:
 def test_a_stopped_readers_slots_are_not_reused(client: Client, wait_until: Any) -> None:
     ns = open_ns(client)
     ns.put(prompt(1), content(1))
-    with child(stopped_reader, str(client._session._path)) as (process, pipe):
+    with child(stopped_reader, str(client._session._link.address)) as (process, pipe):
         assert pipe.recv() == 4
         os.kill(process.pid, signal.SIGSTOP)
         wait_until(lambda: client.stats()["leases_ended_unacknowledged"] == 1, "the lease's right ends")
@@ -130,7 +130,7 @@ def stopped_writer(path: str, pipe: Connection) -> None:
 
 def test_a_stopped_writers_slots_are_not_reused_and_its_commit_is_refused(client: Client, wait_until: Any) -> None:
     ns = open_ns(client)
-    with child(stopped_writer, str(client._session._path)) as (process, pipe):
+    with child(stopped_writer, str(client._session._link.address)) as (process, pipe):
         assert pipe.recv() == 4
         os.kill(process.pid, signal.SIGSTOP)
         wait_until(lambda: client.stats()["dram_quarantined_bytes"] == 4 * BLOCK_BYTES, "quarantine")
@@ -153,7 +153,7 @@ def test_a_killed_process_gives_everything_back_at_once(client: Client, wait_unt
     """Case 11: killed while it writes and while it reads."""
     ns = open_ns(client)
     ns.put(prompt(1), content(1))
-    path = str(client._session._path)
+    path = str(client._session._link.address)
     with child(stopped_reader, path) as (reader, reads), child(stopped_writer, path) as (writer, writes):
         assert (reads.recv(), writes.recv()) == (4, 4)
         os.kill(reader.pid, signal.SIGKILL)
@@ -222,7 +222,7 @@ def test_ten_thousand_lookups_pin_nothing(client: Client) -> None:
 
 def test_an_array_keeps_its_block_also_after_the_release(client: Client, wait_until: Any) -> None:
     """Whoever still has a view reads what was stored; the block goes when the last view has gone."""
-    path = client._session._path
+    path = client._session._link.address
     ns = open_ns(client)
     ns.put(prompt(1), content(1))
     with Client(path, timeout_s=5.0) as reader:
@@ -244,7 +244,7 @@ def test_an_array_keeps_its_block_also_after_the_release(client: Client, wait_un
 
 
 def test_an_array_that_outlives_its_client_costs_only_its_own_region(client: Client) -> None:
-    path = client._session._path
+    path = client._session._link.address
     ns = open_ns(client)
     for seed in range(1, 60):
         ns.put(prompt(seed), content(seed))
@@ -263,7 +263,7 @@ def test_an_array_that_outlives_its_client_costs_only_its_own_region(client: Cli
 @pytest.mark.parametrize("n_writers", [3])
 def test_writers_that_come_and_go_share_a_full_tier(client: Client, n_writers: int) -> None:
     """Each new writer finds room although the tier is full of what earlier, gone writers left."""
-    path = client._session._path
+    path = client._session._link.address
     for turn in range(n_writers):
         with Client(path, timeout_s=5.0) as writer:
             ns = open_ns(writer)

@@ -171,3 +171,23 @@ def test_after_the_close_nothing_is_run_or_taken_back() -> None:
 
     in_loop(body)
     assert later == []
+
+
+def test_threads_can_be_started_ahead_and_joined_at_the_close() -> None:
+    """At the end of a program, for one: no thread can be started there any more."""
+    before = set(threading.enumerate())
+    done: list[str] = []
+
+    async def body(pump: JobPump, jobs: Jobs) -> None:
+        pump.start_threads()
+        started = set(threading.enumerate()) - before
+        assert len(started) == sum(THREADS.values())
+        for lane in Lane:
+            jobs.append(Job(lane, lambda: None, lambda: done.append("done")))
+        assert await quiet(pump)
+        assert set(threading.enumerate()) - before == started
+        pump.close(join=True)
+        assert not any(thread.is_alive() for thread in started)
+
+    in_loop(body)
+    assert len(done) == len(Lane)

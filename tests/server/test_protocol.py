@@ -164,6 +164,15 @@ def test_too_many_clients_are_told_so(start_daemon: Any, dial: Dial) -> None:
         raw.sock.close()
 
 
+def test_clients_that_break_off_and_hold_nothing_take_no_place(start_daemon: Any, dial: Dial, wait_until: Any) -> None:
+    daemon = start_daemon(max_clients=4)
+    for _ in range(20):
+        raw = dial(daemon.config.socket_path)
+        assert raw.greeted().session_id
+        raw.sock.close()
+        wait_until(lambda: daemon.call(lambda d: len(d.sessions)) == 0, "the session of a closed connection is gone")
+
+
 def test_a_queued_descriptor_is_the_one_that_was_asked_for(daemon: Any, client: Client, dial: Dial) -> None:
     """A client that does not read its replies must not get whatever the number stands for later."""
     ns = client.open(Namespace("m", KVSpec.opaque(16, 4096)))

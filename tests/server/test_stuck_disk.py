@@ -217,7 +217,7 @@ def test_the_end_of_a_process_ends_its_waiting_even_if_a_child_keeps_the_socket(
     raw = dial(disk.daemon.config.socket_path)
     raw_lease(disk, raw, 1, FOREVER_S)
     wait_until(lambda: holds(disk) == (0, N), "the request waits")
-    disk.daemon.call(lambda d: [d._forget(s) for s in d.sessions if s.client_name == ""])
+    disk.daemon.call(lambda d: [d.end_session(s) for s in d.sessions if s.client_name == ""])
     wait_until(lambda: holds(disk) == (0, 0), "the load is let go of")
 
 

@@ -63,7 +63,7 @@ class Rig:
     ) -> Prompt:
         namespace = namespace or self.namespace()
         path = RowPath.from_tokens(np.array(tokens, np.uint32), namespace.namespace.spec.block_tokens, extras)
-        return Prompt(namespace, namespace.root_key(salt, lora), path, self.clock.now_s())
+        return Prompt(namespace, namespace.root_key(salt, lora), path, self.clock.now_s(), root=(salt, lora))
 
     def rows(self, n_rows: int, tag: int, **more: Any) -> Prompt:
         """A prompt of ``n_rows`` whole rows that shares none with a prompt of another ``tag``."""

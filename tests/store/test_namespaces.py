@@ -73,21 +73,38 @@ def test_a_name_stands_for_one_description_and_the_error_says_what_differs(field
 
 
 def test_names_and_descriptions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(namespaces_module, "NAMESPACES_MAX", 2)
-    monkeypatch.setattr(namespaces_module, "NAMES_MAX", 3)
+    monkeypatch.setattr(namespaces_module, "NAMESPACES_MAX", 5)
+    monkeypatch.setattr(namespaces_module, "NAMESPACES_PER_TENANT_MAX", 2)
+    monkeypatch.setattr(namespaces_module, "NAMES_PER_TENANT_MAX", 3)
     spaces = Namespaces()
     for model in "ab":
         spaces.open(replace(BASE, model=model), model)
-    with pytest.raises(BadInputError, match="2 namespaces are open"):
+    with pytest.raises(BadInputError, match="tenant 'default' has 2 namespaces open"):
         spaces.open(BASE)
     a = replace(BASE, model="a")
     spaces.open(a, "third")
-    with pytest.raises(BadInputError, match="3 namespace names"):
+    with pytest.raises(BadInputError, match="tenant 'default' has bound 3 namespace names"):
         spaces.open(a, "fourth")
     spaces.open(a, "third")
     with pytest.raises(BadInputError, match="300 characters"):
         spaces.open(a, "x" * 300)
     assert len(spaces) == 2
+
+
+def test_a_tenant_that_has_all_it_may_have_takes_nothing_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces_module, "NAMESPACES_MAX", 5)
+    monkeypatch.setattr(namespaces_module, "NAMESPACES_PER_TENANT_MAX", 2)
+    monkeypatch.setattr(namespaces_module, "NAMES_PER_TENANT_MAX", 1)
+    spaces = Namespaces()
+    for tenant in ("greedy", "modest"):
+        for model in "ab":
+            spaces.open(replace(BASE, model=model, tenant=tenant))
+        with pytest.raises(BadInputError, match=f"tenant '{tenant}' has 2"):
+            spaces.open(replace(BASE, model="c", tenant=tenant))
+        spaces.open(replace(BASE, model="a", tenant=tenant), "name")
+    spaces.open(replace(BASE, tenant="third"))
+    with pytest.raises(BadInputError, match="5 namespaces are open, the most a daemon keeps"):
+        spaces.open(replace(BASE, model="b", tenant="third"))
 
 
 def test_root_keys_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

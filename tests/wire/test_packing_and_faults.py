@@ -18,6 +18,7 @@ from kvstore import errors
 from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.wire import faults
 from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire import service_pb2 as spb
 from kvstore.wire.packing import I64, U64, pack, unpack
 
 # Packing -----------------------------------------------------------------------------------------
@@ -72,6 +73,7 @@ ARRIVES_AS: dict[type[Exception], type[Exception]] = {
     errors.SessionEndedError: errors.SessionEndedError,
     errors.UnavailableError: errors.UnavailableError,
     errors.SocketInUseError: errors.UnavailableError,
+    errors.DeniedError: errors.DeniedError,
     errors.IntegrityError: KVStoreError,
 }
 
@@ -115,26 +117,29 @@ def test_any_text_can_be_said(text: str) -> None:
 # Generated code ----------------------------------------------------------------------------------
 
 
-def test_the_generated_code_is_that_of_the_schema(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("schema", "module"), [("kvstore", pb), ("service", spb)])
+def test_the_generated_code_is_that_of_the_schema(tmp_path: Path, schema: str, module: Any) -> None:
     if find_spec("grpc_tools") is None:
         pytest.skip("grpc_tools is not installed")
     folder = Path(faults.__file__).parent
+    root = folder.parents[1]
+    made = tmp_path / "kvstore" / "wire"
     command = [
-        sys.executable, "-m", "grpc_tools.protoc", "-I", str(folder), f"--python_out={tmp_path}",
-        f"--pyi_out={tmp_path}", f"--descriptor_set_out={tmp_path / 'set'}", str(folder / "kvstore.proto"),
+        sys.executable, "-m", "grpc_tools.protoc", "-I", str(root), f"--python_out={tmp_path}",
+        f"--pyi_out={tmp_path}", f"--descriptor_set_out={tmp_path / 'set'}", str(folder / f"{schema}.proto"),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     fresh = descriptor_pb2.FileDescriptorSet.FromString((tmp_path / "set").read_bytes()).file[0]
     ours = descriptor_pb2.FileDescriptorProto()
-    pb.DESCRIPTOR.CopyToProto(ours)
+    module.DESCRIPTOR.CopyToProto(ours)
     for part in (fresh, ours):
         part.ClearField("source_code_info")
         forget_json_names(part.message_type)
     assert ours == fresh, "run `make proto`"
-    for name in ("kvstore_pb2.py", "kvstore_pb2.pyi"):
+    for name in (f"{schema}_pb2.py", f"{schema}_pb2.pyi"):
         # Comments name the versions of the tools, which may differ from those that were used.
-        assert code_of(folder / name) == code_of(tmp_path / name), f"{name} is stale: run `make proto`"
+        assert code_of(folder / name) == code_of(made / name), f"{name} is stale: run `make proto`"
 
 
 def forget_json_names(messages: Any) -> None:

@@ -274,6 +274,9 @@ class CrashFiles(Files):
                 self._catalog = snapshot
         self.inner.catalog_committed()
 
+    def end_threads(self) -> None:
+        self.inner.end_threads()
+
     # Inside
 
     def _alive(self) -> None:

@@ -30,11 +30,13 @@ import mmap
 import os
 import stat
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+from kvstore.logs import about
 from kvstore.tiers.nvme.batch import Batch, VectoredCall, preadv, pwritev
 from kvstore.tiers.nvme.files import SECTOR_BYTES, Extent, Files, Int64s, plain_name
+from kvstore.tiers.nvme.helpers import Helpers
 
 DEPTH = 8
 """Calls of all batches together that are on their way to the disk; each batch has at least one."""
@@ -65,9 +67,10 @@ class DirectFiles(Files):
         self.direct = self._probe()
         if not self.direct:
             log.warning(
-                "the file system of %s knows no direct I/O: reads and writes go through the page cache", directory
-            )
-        self._pool = ThreadPoolExecutor(max(depth - 1, 1), thread_name_prefix="nvme")
+                "the file system of %s knows no direct I/O: reads and writes go through the page cache", directory,
+                extra=about("nvme_buffered", directory=str(directory)),
+            )  # fmt: skip
+        self._helpers = Helpers(max(depth - 1, 1))
         self._depth = depth
 
     def create(self, name: str, size_bytes: int) -> int:
@@ -164,6 +167,9 @@ class DirectFiles(Files):
     def catalog_committed(self) -> None:
         return
 
+    def end_threads(self) -> None:
+        self._helpers.rest()
+
     def _path(self, name: str) -> Path:
         return self.directory / plain_name(name)
 
@@ -200,9 +206,10 @@ class DirectFiles(Files):
 
     def _move(self, call: VectoredCall, handle: int, extents: Sequence[Extent]) -> Int64s:
         batch = Batch(extents)
-        helpers = [self._pool.submit(batch.work, call, handle) for _ in range(min(self._depth, batch.n_calls) - 1)]
+        work = partial(batch.work, call, handle)
+        helpers = [self._helpers.submit(work) for _ in range(min(self._depth, batch.n_calls) - 1)]
         try:
-            batch.work(call, handle)
+            work()
         finally:
             # Nothing is left to take: those that were queued behind another batch needn't begin.
             for helper in helpers:

@@ -252,6 +252,9 @@ class FaultyFiles(Files):
         self._meet("catalog_committed", "")
         self.inner.catalog_committed()
 
+    def end_threads(self) -> None:
+        self.inner.end_threads()
+
     # Inside
 
     def _order(self, fault: Fault) -> Fault:

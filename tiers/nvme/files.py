@@ -157,3 +157,7 @@ class Files(Protocol):
     def catalog_committed(self) -> None:
         """A transaction of the catalog has just become durable. Only equipment for tests cares."""
         ...
+
+    def end_threads(self) -> None:
+        """No call is under way: end what threads there are. They come back when they are needed."""
+        ...

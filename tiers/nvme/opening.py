@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError
+from kvstore.logs import about
 from kvstore.tiers.nvme.catalog import Catalog, CatalogError, read_names
 from kvstore.tiers.nvme.direct import DirectFiles
 from kvstore.tiers.nvme.files import Files
@@ -107,13 +108,16 @@ def _open(
         if listing.is_dir() and not listing.is_symlink():
             raise ConfigError(f"{str(listing)!r} is a directory: remove it")
         in_file = read_namespaces(files)
-        records = _names_in(path, in_file)
+        records = names_in(path, in_file)
         rebuilt = records is None and bool(segments)
         in_file = in_file or {}
         known = dict(in_file)
         if records is None:
             if rebuilt:
-                log.warning("the catalog in %s is missing or damaged: rebuilding it from the segments", directory)
+                log.warning(
+                    "the catalog in %s is missing or damaged: rebuilding it from the segments", directory,
+                    extra=about("nvme_catalog_rebuilt", directory=str(directory)),
+                )  # fmt: skip
             records = rebuild_names(files, geometry, segments, inspect, known)
         segments, n_removed = _within_capacity(files, with_heads(segments, records), records, geometry)
         placed = np.flatnonzero(in_segments(records, segments, geometry))
@@ -189,7 +193,7 @@ def _listed_in_file(
     try:
         write_namespaces(files, listed)
     except CatalogError as error:
-        log.warning("%s; it is tried again with the next names", error)
+        log.warning("%s; it is tried again with the next names", error, extra=about("nvme_list_failed", error=str(error)))
         return in_file
     return listed
 
@@ -199,7 +203,7 @@ def _counts(numbers: NDArray[np.uint32]) -> dict[int, int]:
     return dict(zip(each.tolist(), n.tolist(), strict=True))
 
 
-def _names_in(path: Path, known: dict[int, Described] | None) -> Records | None:
+def names_in(path: Path, known: dict[int, Described] | None) -> Records | None:
     """What the catalog says, None if it can't be used: it is damaged, or its namespaces are."""
     records = None if known is None else read_names(path)
     if records is None or known is None or not set(np.unique(records["value"]["namespace"]).tolist()) <= known.keys():

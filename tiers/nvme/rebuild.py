@@ -8,12 +8,13 @@ block wins.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.native import aligned_bytes
+from kvstore.tiers.nvme.cleared import read_marks
 from kvstore.tiers.nvme.files import Extent, Files
 from kvstore.tiers.nvme.layout import FRAME_BYTES_MIN, PAGE_BYTES, Geometry, Int64s
 from kvstore.tiers.nvme.namebook import number_for
@@ -54,25 +55,24 @@ def rebuild_names(
     inspect: Inspect,
     namespaces: dict[int, tuple[bytes, str]],
 ) -> Records:
-    """Names of all frames that the segments hold, in order of writing. Adds to ``namespaces``, undescribed."""
+    """Names of all frames that the segments hold, in order of writing. Adds to ``namespaces``, undescribed.
+
+    Frames that were cleared are left out.
+    """
+    marks = read_marks(files)
     numbers_of = {digest: number for number, (digest, _) in namespaces.items()}
     found = [np.zeros(0, RECORD)]
     for segment in sorted(segments, key=lambda each: each.log_seq):
         if segment.log_seq < 0:
             continue
         records, digests = _names_of(files, geometry, segment)
+        counts = ~marks.excludes(segment.log_seq, digests)
+        records, digests = records[counts], digests[counts]
         good = np.zeros(len(records), np.bool_)
-        for at, buffer in _bytes_of(files, segment.handle, records, headers_only=True):
+        for at, buffer in frames_of(files, segment.handle, records, headers_only=True):
             facts = inspect(buffer)
             value = records[at]["value"]
-            if facts is not None:
-                good[at] = (
-                    facts.key == value["key"].tobytes()
-                    and facts.parent == value["parent"].tobytes()
-                    and facts.namespace == digests[at].tobytes()
-                    and facts.frame_bytes == int(value["pages"]) * PAGE_BYTES
-                    and facts.payload_bytes == int(value["payload_bytes"])
-                )
+            good[at] = facts is not None and same_frame(facts, value, digests[at].tobytes())
         records, digests = records[good], digests[good]
         kinds, which = np.unique(digests.view("V16").reshape(-1), return_inverse=True)
         for digest in (kind.tobytes() for kind in kinds):
@@ -89,12 +89,23 @@ def rebuild_names(
     return together
 
 
+def same_frame(facts: FrameFacts, value: Any, namespace: bytes) -> bool:
+    """Whether a frame is the one that a name (the ``value`` of one record) and the digest of its namespace say."""
+    return bool(
+        facts.key == value["key"].tobytes()
+        and facts.parent == value["parent"].tobytes()
+        and facts.namespace == namespace
+        and facts.frame_bytes == int(value["pages"]) * PAGE_BYTES
+        and facts.payload_bytes == int(value["payload_bytes"])
+    )
+
+
 def verified(files: Files, segments: list[SegmentOnDisk], records: Records, verify: Verify) -> NDArray[np.bool_]:
     """Which frames are intact on the disk, read whole; bool [n]."""
     good = np.zeros(len(records), np.bool_)
     for segment in segments:
         mine = np.flatnonzero(records["value"]["segment"] == segment.number)
-        for at, buffer in _bytes_of(files, segment.handle, records[mine], headers_only=False):
+        for at, buffer in frames_of(files, segment.handle, records[mine], headers_only=False):
             good[mine[at]] = verify(buffer)
     return good
 
@@ -125,7 +136,7 @@ def _names_of(files: Files, geometry: Geometry, segment: SegmentOnDisk) -> tuple
     return records, np.ascontiguousarray(entries["namespace"])
 
 
-def _bytes_of(files: Files, handle: int, records: Records, headers_only: bool) -> Iterator[tuple[int, memoryview]]:
+def frames_of(files: Files, handle: int, records: Records, headers_only: bool) -> Iterator[tuple[int, memoryview]]:
     """Frames, or their headers, one after the other, with their places in ``records``; unreadable ones are left out."""
     pages = records["value"]["pages"].astype(np.int64)
     if headers_only:

@@ -211,6 +211,13 @@ class Segments:
             self._n_sealed += 1
             self._changed.add(segment)
 
+    def seal_open(self) -> int:
+        """Nothing more goes into any segment that has frames. Returns the highest ``log_seq`` that one of them has."""
+        for segment in list(self._open):
+            if segment is not None:
+                self.seal(segment)
+        return (self._last_seq + 1 << _RANDOM_BITS) - 1
+
     def settle(self) -> None:
         """Look at what has changed: a sealed segment that nothing counts in may be reused."""
         changed = list(self._changed)

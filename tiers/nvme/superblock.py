@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -16,6 +17,7 @@ from kvstore.tiers.nvme.files import Files
 MAGIC = "kvstore-nvme"
 VERSION = 1
 SUPERBLOCK, LOCK, CATALOG, NAMESPACES = "kvstore.json", "lock", "catalog", "namespaces.json"
+CLEARED = "cleared.json"
 SEGMENT_PREFIX = "segment-"
 _NOT_FOREIGN = {LOCK, "lost+found"}
 
@@ -87,6 +89,13 @@ class DirectoryLock:
 
     def release(self) -> None:
         """Idempotent."""
+        for fd in self._fds:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # closing would not do while a forked child has the descriptor
+        self.abandon()
+
+    def abandon(self) -> None:
+        """In a forked child: the lock is its parent's, and does not outlive that one because of the child."""
         while self._fds:
             os.close(self._fds.pop())
 
@@ -124,7 +133,7 @@ def clear(files: Files, directory: Path, segment_bytes: int) -> None:
             raise
     shutil.rmtree(directory / CATALOG, ignore_errors=True)
     names = files.names()
-    for name in [*(segment_name(number) for number in segment_numbers(names)), NAMESPACES]:
+    for name in [*(segment_name(number) for number in segment_numbers(names)), NAMESPACES, CLEARED]:
         if name in names:
             files.remove(name)
     _make(files, segment_bytes)

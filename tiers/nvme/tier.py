@@ -10,7 +10,7 @@ names of all that was in it are gone. ``capacity_bytes`` holds at every instant 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,9 +20,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvstore.clock import Clock, SystemClock
 from kvstore.errors import BadInputError, IntegrityError
+from kvstore.logs import about
 from kvstore.metrics import Counters
 from kvstore.tiers.nvme import layout
 from kvstore.tiers.nvme.catalog import CatalogError
+from kvstore.tiers.nvme.cleared import MarkJob, open_marks
 from kvstore.tiers.nvme.compaction import CompactJob
 from kvstore.tiers.nvme.disk_room import DiskRoom
 from kvstore.tiers.nvme.files import Files
@@ -98,6 +100,7 @@ class NvmeTier:
         self._mover = Mover(self._ledger, opened.files, disk, opened.book, self._counters)
         self._reader = Reader(self._ledger, opened.files, self._counters)
         opened.book.watch(self._ledger.table.n_in_namespace, clock)
+        self._marks = open_marks(opened.files, [each.log_seq for each in opened.segments if each.log_seq >= 0])
         self._closed = False
         self._recovered: Recovered | None = self._take_in(opened)
 
@@ -242,10 +245,11 @@ class NvmeTier:
 
     # -- leaving --------------------------------------------------------------------------------
 
-    def free(self, slots: Int64s) -> None:
+    def free(self, slots: Int64s, *, soon: bool = False) -> None:
         """Frames are dead, or reserved slots not needed. Their names go with the next transaction.
 
-        Raises IntegrityError before any change for a slot that is free.
+        With ``soon``, ``begin_compact`` has names removed without waiting for one. Raises IntegrityError before any
+        change for a slot that is free.
         """
         table = self._ledger.table
         rows = table.rows_in(slots, FrameState.RESERVED, FrameState.WRITING, FrameState.LIVE)
@@ -254,12 +258,12 @@ class NvmeTier:
         self._ledger.doom(rows[states == FrameState.WRITING])
         self._ledger.bury(rows[states == FrameState.LIVE])
         self._ledger.settle()
+        self._ledger.urgent |= soon and self._ledger.n_waiting > 0
         self._mover.fruitful()
 
     def quarantine(self, slots: Int64s) -> None:
         """As ``free``, for frames whose bytes are bad; ``begin_compact`` has their names removed without delay."""
-        self.free(slots)
-        self._ledger.urgent |= self._ledger.n_waiting > 0
+        self.free(slots, soon=True)
         self._counters.add("quarantined_frames", len(slots))
 
     def begin_compact(self) -> CompactJob | None:
@@ -272,6 +276,22 @@ class NvmeTier:
         lost = self._mover.finish(job)
         self._learn(job.failure, bool(job.moved.any()) or (bool(job.removal.names) and not job.removal.failed))
         return lost
+
+    # -- clearing -------------------------------------------------------------------------------
+
+    def begin_mark(self, digests: Collection[bytes]) -> MarkJob:
+        """Frames of these namespaces that are on the disk now are not to be found again by a rebuilt catalog either.
+
+        Independent of ``free``, which their slots need as others do. What is written from now on is not affected.
+        """
+        self._marks.add(digests, self._segments.seal_open())
+        self._ledger.settle()
+        return MarkJob(self._files, self._marks.to_bytes())
+
+    def finish_mark(self, job: MarkJob) -> bool:
+        """Whether that is durable; else it is to be begun again."""
+        self._learn(job.failure, job.failure is None)
+        return job.failure is None
 
     # -- facts ----------------------------------------------------------------------------------
 
@@ -286,6 +306,26 @@ class NvmeTier:
         states = np.zeros(len(slots), np.uint8)
         states[current] = self._ledger.table.state[slots[current] & 0xFFFFFFFF]
         return states
+
+    @property
+    def n_names_to_remove(self) -> int:
+        """Names of dead frames that wait for their transaction."""
+        return self._ledger.n_waiting
+
+    def dying(self) -> Int64s:
+        """Slots of dead frames whose names are still there, or may be: they are FREE once they are gone.
+
+        Looks at the whole table.
+        """
+        table = self._ledger.table
+        return table.handles(np.flatnonzero(np.isin(table.state, (FrameState.DYING, FrameState.DOOMED))))
+
+    def frame_bytes(self, slots: Int64s) -> Int64s:
+        """The sizes of frames, 0 for a slot that is free."""
+        table = self._ledger.table
+        sizes, current = np.zeros(len(slots), np.int64), table.current(slots)
+        sizes[current] = table.pages[slots[current] & 0xFFFFFFFF].astype(np.int64) * PAGE_BYTES
+        return sizes
 
     def keys(self, slots: Int64s) -> NDArray[np.uint8]:
         """The keys of slots, uint8 [n, 16]. Raises IntegrityError for one that is free."""
@@ -336,10 +376,18 @@ class NvmeTier:
         try:
             self._opened.book.commit(NO_RECORDS, removal.names)
         except CatalogError as error:
-            log.warning("%d dead frames keep their names until the next start: %s", len(removal.names), error)
+            log.warning(
+                "%d dead frames keep their names until the next start: %s", len(removal.names), error,
+                extra=about("nvme_names_kept", names=len(removal.names), error=str(error)),
+            )  # fmt: skip
         self._opened.book.catalog.close()
         self._segments.close()
+        self._opened.files.end_threads()
         self._opened.lock.release()
+
+    def after_fork(self) -> None:
+        """In a forked child, which has no part in the tier: the directory is not kept locked by it."""
+        self._opened.lock.abandon()
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -365,7 +413,10 @@ class NvmeTier:
     def _learn(self, failure: Failure | None, succeeded: bool) -> None:
         if failure is not None:
             if self._health.may_try:
-                log.warning("writing to NVMe failed: %s", failure.text)
+                log.warning(
+                    "writing to NVMe failed: %s", failure.text,
+                    extra=about("nvme_write_failed", error=failure.text, full=failure.full),
+                )  # fmt: skip
             self._health.failed(failure.full)
         elif succeeded:
             self._health.succeeded()

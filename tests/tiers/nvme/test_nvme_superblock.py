@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.nvme.superblock import segment_numbers
+from kvstore.tiers.nvme.superblock import DirectoryLock, segment_numbers
 from kvstore.tiers.nvme.tier import NvmeTier
 
 MIB = 1 << 20
@@ -107,3 +108,19 @@ def test_a_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
 def test_segments_by_name() -> None:
     names = ["segment-00000002", "segment-00000010", "segment-1", "segment-0000001x", "segment-000000011", "other"]
     assert segment_numbers(names) == [2, 10]
+
+
+def test_a_directory_is_free_once_it_is_released_whoever_else_has_the_descriptors(tmp_path: Path) -> None:
+    """A child that was forked meanwhile has them, until it closes them: it does so, but not at once."""
+    lock = DirectoryLock(tmp_path)
+    inherited = [os.dup(fd) for fd in lock._fds]
+    try:
+        lock.release()
+        lock.release()
+        again = DirectoryLock(tmp_path)
+        with pytest.raises(ConfigError, match="in use"):
+            DirectoryLock(tmp_path)
+        again.abandon()
+    finally:
+        for fd in inherited:
+            os.close(fd)

@@ -1,0 +1,1 @@
+"""What runs inside an engine's process, on top of ``kvstore.client``: layouts, copies, loads, saves, connectors."""

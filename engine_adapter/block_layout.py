@@ -1,0 +1,97 @@
+"""Where each layer, plane, page, token and head lies inside a block of the store, worked out from its KVSpec.
+
+A block is stored group by group, layer by layer, page by page; inside a page K, then V (see docs/FORMAT.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine_adapter.runs import Pages, Strides
+from kvstore.errors import BadInputError
+from kvstore.types import DTYPE_BYTES, GroupKind, KVGroup, KVSpec
+
+OPAQUE = "opaque"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """One layer inside a block. ``planes`` has the offset of each plane's first page: K and V, or one.
+
+    ``token_step`` tokens are one unit: 1, but a whole page where only the engine knows what is inside it.
+    """
+
+    planes: tuple[int, ...]
+    page_bytes: int
+    heads: int
+    unit_bytes: int
+    token_step: int
+    strides: Strides
+    opaque: bool = False
+
+    @property
+    def alike(self) -> tuple[int | Strides, ...]:
+        """Equal for layers of a block for which the same runs hold."""
+        return self.page_bytes, self.heads, self.unit_bytes, self.token_step, self.strides
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """The inside of every block of one spec; see ``of``."""
+
+    block_tokens: int
+    page_tokens: int
+    block_bytes: int
+    layers: tuple[LayerPlace, ...]
+
+    @classmethod
+    def of(cls, spec: KVSpec) -> BlockLayout:
+        """The layout of a spec's blocks; layers are counted through all groups.
+
+        Raises BadInputError for a group of states that is not opaque: it has no tokens to tell apart.
+        """
+        layers: list[LayerPlace] = []
+        start = 0
+        pages = spec.block_tokens // spec.tokens_per_page
+        for group in spec.groups:
+            page_bytes = group.bytes_per_page(spec.tokens_per_page)
+            for _ in range(group.layers):
+                layers.append(_layer(group, start, page_bytes, spec.tokens_per_page))
+                start += pages * page_bytes
+        return cls(spec.block_tokens, spec.tokens_per_page, spec.block_bytes, tuple(layers))
+
+    def pages(self, layer: int, block_starts: NDArray[np.int64], first_token: int) -> Pages:
+        """The pages of a layer in several blocks, from a token of the first of them on.
+
+        ``block_starts``, int64 [n], may be addresses or relative to any; add a plane's offset to what comes out.
+        Tokens of the result count units (see ``LayerPlace``). Raises BadInputError for a token inside a unit.
+        """
+        place = self.layers[layer]
+        pages = np.arange(self.block_tokens // self.page_tokens) * place.page_bytes
+        starts = (block_starts[:, None] + pages).ravel()
+        return Pages(starts, self.page_tokens // place.token_step, place.strides, self.units(layer, first_token))
+
+    def units(self, layer: int, n_tokens: int) -> int:
+        """Tokens as units of a layer; raises BadInputError for a part of one."""
+        step = self.layers[layer].token_step
+        if n_tokens % step:
+            raise BadInputError(f"{n_tokens} tokens are no whole number of opaque pages of {step} tokens")
+        return n_tokens // step
+
+
+def _layer(group: KVGroup, start: int, page_bytes: int, page_tokens: int) -> LayerPlace:
+    if group.layout == OPAQUE:
+        return LayerPlace((start,), page_bytes, 1, page_bytes, page_tokens, Strides(page_bytes, page_bytes), True)
+    if group.kind is GroupKind.STATE:
+        raise BadInputError("a state has no tokens to tell apart; describe it with layout='opaque'")
+    unit_bytes = group.head_dim * DTYPE_BYTES[group.dtype]
+    if group.layout == "NHD":
+        strides = Strides(group.kv_heads * unit_bytes, unit_bytes)
+    else:
+        strides = Strides(unit_bytes, page_tokens * unit_bytes)
+    plane_bytes = page_tokens * group.kv_heads * unit_bytes
+    planes = tuple(range(start, start + page_bytes, plane_bytes))
+    return LayerPlace(planes, page_bytes, group.kv_heads, unit_bytes, 1, strides)

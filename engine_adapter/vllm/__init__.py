@@ -1,0 +1,7 @@
+"""vLLM's KV connector for the store: ``--kv-transfer-config`` names this module and ``KVStoreConnector``."""
+
+from __future__ import annotations
+
+from kvstore.engine_adapter.vllm.connector import KVStoreConnector
+
+__all__ = ["KVStoreConnector"]

@@ -1,0 +1,96 @@
+"""Which namespace a command is about, and whose: options, and the one that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+from kvstore.client import Client, NamespaceHandle
+from kvstore.client.admin import NamespaceInfo
+from kvstore.client.hybrid import HybridHandle
+from kvstore.errors import BadInputError
+from kvstore.hybrid import parts_of
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+Handle = NamespaceHandle | HybridHandle
+
+LISTED_MAX = 8
+"""Namespaces that a message lists."""
+
+tenant_option = click.option("--tenant", default="default", show_default=True, help="Whose blocks it is about.")
+all_tenants_option = click.option("--all-tenants", is_flag=True, help="All tenants'; on the daemon's host only.")
+
+_OPTIONS = (
+    click.option("--name", default="", help="The namespace with this name."),
+    click.option("--digest", "digest_prefix", default="", help="Those whose digest begins with these hex digits."),
+    click.option("--model", default="", help="Those of this model."),
+    click.option("--revision", help="Of the model: those of this revision only ('' for none)."),
+)
+
+
+def namespace_options(command: Command) -> Command:
+    """Options that choose namespaces, under the names of ``Selection``."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What those options say."""
+
+    name: str = ""
+    digest_prefix: str = ""
+    model: str = ""
+    revision: str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none was given."""
+        return self == Selection()
+
+    def as_dict(self) -> dict[str, Any]:
+        """As arguments of ``Client.namespaces`` and ``Client.clear``."""
+        return {
+            "name": self.name,
+            "digest_prefix": self.digest_prefix,
+            "model": self.model,
+            "revision": self.revision,
+        }
+
+
+def the_namespace(client: Client, selection: Selection) -> NamespaceInfo:
+    """The one namespace that fits. Raises BadInputError if none does, or several do, and says which."""
+    found = client.namespaces(**selection.as_dict())
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        known = client.namespaces()
+        fit = "no namespace fits" if not selection.is_empty else "the daemon knows no namespace of this tenant"
+        raise BadInputError(f"{fit}; it knows {_listed(known)}" if known else fit)
+    raise BadInputError(f"{len(found)} namespaces fit, say which (--digest, --name, --model): {_listed(found)}")
+
+
+def opened(client: Client, info: NamespaceInfo) -> Handle:
+    """A handle for a namespace that the daemon knows. Raises BadInputError if nobody has described it."""
+    if info.namespace is None:
+        raise BadInputError(f"namespace {info.digest.hex()} is known by its blocks only: no client has opened it yet")
+    if parts_of(info.namespace.spec):
+        return client.open_hybrid(info.namespace)
+    return client.open(info.namespace)
+
+
+def title(info: NamespaceInfo) -> str:
+    """A namespace in a few words."""
+    if info.namespace is None:
+        return "(not described)"
+    revision = f"@{info.namespace.revision}" if info.namespace.revision else ""
+    return f"{info.namespace.model}{revision}"
+
+
+def _listed(found: list[NamespaceInfo]) -> str:
+    more = f" and {len(found) - LISTED_MAX} more" if len(found) > LISTED_MAX else ""
+    return ", ".join(f"{each.digest.hex()[:12]} {title(each)}" for each in found[:LISTED_MAX]) + more

@@ -1,0 +1,68 @@
+"""``kvstore version``: what runs here, down to the libraries, and what the daemon runs."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvstore import __version__
+from kvstore.cli.params import json_option, socket_option, timeout_option
+from kvstore.client import Client
+from kvstore.errors import KVStoreError
+from kvstore.native import backend
+from kvstore.wire.framing import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN
+
+LIBRARIES = ("numpy", "protobuf", "lmdb", "xxhash", "click", "rich", "grpcio", "torch")
+"""Distributions whose version may matter; the last two are optional."""
+
+
+@click.command(short_help="Show versions: of this program, the daemon, libraries.")
+@socket_option
+@timeout_option
+@json_option
+def version(socket_path: Path, timeout_s: float, as_json: bool) -> None:
+    """Show the versions of this program, of the daemon if one answers, and of the libraries in use."""
+    found = versions(socket_path, timeout_s)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    click.echo(f"kvstore {found['client']}, protocol {found['protocol_min']} to {found['protocol_max']}")
+    daemon = found["daemon"]
+    click.echo(f"daemon  {daemon['version'] or 'none: ' + daemon['error']}")
+    click.echo(f"copies  {found['copy_backend']}")
+    click.echo(f"python  {found['python']} on {found['system']}")
+    for name, number in found["libraries"].items():
+        click.echo(f"        {name} {number or 'not installed'}")
+
+
+def versions(socket_path: Path, timeout_s: float) -> dict[str, Any]:
+    """Everything the command shows. Asks the daemon, for ``timeout_s`` at most; that there is none is no error."""
+    daemon = {"version": "", "error": ""}
+    try:
+        with Client(socket_path, timeout_s=timeout_s) as client:
+            daemon["version"] = client.server_version
+    except KVStoreError as error:
+        daemon["error"] = str(error)
+    return {
+        "client": __version__,
+        "protocol_min": PROTOCOL_VERSION_MIN,
+        "protocol_max": PROTOCOL_VERSION_MAX,
+        "daemon": daemon,
+        "copy_backend": backend(),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "libraries": {name: _installed(name) for name in LIBRARIES},
+    }
+
+
+def _installed(name: str) -> str:
+    """The version of a distribution, or an empty text."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,209 @@
+"""The calls that find what is stored of a prompt: in one namespace, or in all shards of a family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from numpy.typing import ArrayLike
+
+from kvstore.client.prompts import (
+    DEFAULT_ROOT,
+    count,
+    fill_hints,
+    fill_prompt,
+    rows_of_prompt,
+    seconds,
+    tokens_asked_for,
+)
+from kvstore.client.results import Match, Persist, Pinned, Prefetch
+from kvstore.client.session import Session
+from kvstore.client.waiting import Wait, checked_wait_s, wait_seconds
+from kvstore.errors import BadInputError, EndedError, ProtocolError, UnavailableError
+from kvstore.hints import Hints
+from kvstore.types import ExtraKey, Namespace, Root
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.framing import Method
+
+LeaseT = TypeVar("LeaseT")
+
+
+class Finding(Generic[LeaseT]):
+    """``tokens`` below are the prompt:
+
+    integers (numpy array of any integer type, or a sequence, which is converted once), or for a namespace of
+    engine hashes a uint8 array [n, hash_bytes] (or a sequence of equally long bytes).
+    """
+
+    def __init__(self, session: Session, namespace: Namespace) -> None:
+        """``namespace``: what a row is, and how many tokens a block has, is the same in all shards of a family."""
+        self.namespace = namespace
+        self.block_tokens = namespace.spec.block_tokens
+        self._session = session
+
+    def _name(self, prompt: pb.Prompt) -> None:
+        """Say in a request where it is to be looked; opens what the daemon does not know yet."""
+        raise NotImplementedError
+
+    def _leased(self, reply: pb.LeaseReply, first_block: int, reason: str = "") -> LeaseT:
+        """What a caller gets of a lease."""
+        raise NotImplementedError
+
+    def _matched(self, reply: pb.MatchReply) -> Match:
+        return Match(reply.n_blocks, reply.n_tokens, reply.partial_tokens, n_dram_blocks=reply.n_dram_blocks)
+
+    def match(self, tokens: ArrayLike, *, root: Root = DEFAULT_ROOT, extras: Sequence[ExtraKey] = ()) -> Match:
+        """How much of a prompt is stored, in any tier. Holds nothing: it may be gone a moment later."""
+        request = pb.MatchRequest()
+        self._fill(request.prompt, tokens, root, extras)
+        try:
+            self._name(request.prompt)
+            reply = self._session.call(Method.MATCH, request, pb.MatchReply)
+        except (UnavailableError, EndedError) as error:
+            return Match(0, 0, 0, str(error))
+        return self._matched(reply)
+
+    def lease(
+        self,
+        tokens: ArrayLike,
+        *,
+        root: Root = DEFAULT_ROOT,
+        extras: Sequence[ExtraKey] = (),
+        first_block: int = 0,
+        max_blocks: int | None = None,
+        wait: Wait = "wait",
+        ttl_s: float | None = None,
+        policy_time_s: float | None = None,
+        category: int = 0,
+        hints: Hints | None = None,
+    ) -> LeaseT:
+        """Find the longest stored prefix and hold it for reading in place.
+
+        Blocks before ``first_block`` must match but are not held; at most ``max_blocks`` of the prompt are
+        considered. What lies on NVMe is read into DRAM first, as long as ``wait`` allows (see ``Wait``); the
+        lease holds the leading blocks that are there then, ``n_pending`` counts the others. Moves no KV bytes
+        otherwise. Use it as a context manager; a lease that holds nothing, a miss for example, is falsy.
+        """
+        request = pb.LeaseRequest(
+            first_block=count("first_block", first_block),
+            max_blocks=count("max_blocks", max_blocks or 0),
+            ttl_s=seconds("ttl_s", ttl_s),
+        )
+        self._fill(request.prompt, tokens, root, extras, policy_time_s, category, hints)
+        if max_blocks == 0:
+            return self._leased(pb.LeaseReply(), 0, "max_blocks is 0")
+        request.wait_s = self._wait_s(wait, request)
+        return self._take(request)
+
+    def _take(self, request: pb.LeaseRequest) -> LeaseT:
+        """The lease asked for, complete but for the name of what it is in."""
+        try:
+            self._name(request.prompt)
+            return self._session.granted(
+                Method.LEASE,
+                request,
+                pb.LeaseReply,
+                lambda reply: self._leased(reply, request.first_block),
+                request.wait_s,
+            )
+        except (UnavailableError, EndedError, ProtocolError) as error:
+            return self._leased(pb.LeaseReply(), 0, str(error))
+
+    def prefetch(
+        self,
+        tokens: ArrayLike,
+        *,
+        root: Root = DEFAULT_ROOT,
+        extras: Sequence[ExtraKey] = (),
+        first_block: int = 0,
+        max_blocks: int | None = None,
+        wait: Wait = "best_effort",
+        policy_time_s: float | None = None,
+        hints: Hints | None = None,
+    ) -> Prefetch:
+        """Have what is stored of a prompt read into DRAM, ahead of the lease that will need it.
+
+        Returns at once unless told to ``wait`` (see ``Wait``). Holds nothing, and counts as no access.
+        """
+        request = pb.PrefetchRequest(
+            first_block=count("first_block", first_block), max_blocks=count("max_blocks", max_blocks or 0)
+        )
+        self._fill(request.prompt, tokens, root, extras, policy_time_s, hints=hints)
+        if max_blocks == 0:
+            return Prefetch(0, 0, 0, 0.0, "max_blocks is 0")
+        request.wait_s = self._wait_s(wait, request)
+        try:
+            self._name(request.prompt)
+            reply = self._session.granted(
+                Method.PREFETCH, request, pb.PrefetchReply, lambda reply: reply, request.wait_s
+            )
+        except (UnavailableError, EndedError, ProtocolError) as error:
+            return Prefetch(0, 0, 0, 0.0, str(error))
+        return Prefetch(reply.n_blocks, reply.n_ready, reply.n_pending, reply.eta_s)
+
+    def persist(
+        self,
+        tokens: ArrayLike,
+        wait_s: float = 0.0,
+        *,
+        root: Root = DEFAULT_ROOT,
+        extras: Sequence[ExtraKey] = (),
+        n_blocks: int | None = None,
+    ) -> Persist:
+        """Have what is stored of a prompt (of its first ``n_blocks``) made durable, whatever the write policy.
+
+        Blocks ``wait_s`` seconds at most for that. The ``n_durable`` leading blocks outlive a crash of the
+        daemon and of the machine; without an NVMe tier there are none.
+        """
+        request = pb.PersistRequest(wait_s=checked_wait_s("wait_s", wait_s))
+        fill_prompt(request.prompt, rows_of_prompt(self.namespace, tokens, n_blocks), root, extras)
+        try:
+            self._name(request.prompt)
+            reply = self._session.granted(Method.PERSIST, request, pb.PersistReply, lambda reply: reply, request.wait_s)
+        except (UnavailableError, EndedError, ProtocolError) as error:
+            return Persist(0, 0, 0, str(error))
+        return Persist(reply.n_blocks, reply.n_durable, reply.n_pending, reply.reason)
+
+    def pin(
+        self,
+        tokens: ArrayLike,
+        *,
+        root: Root = DEFAULT_ROOT,
+        extras: Sequence[ExtraKey] = (),
+        ttl_s: float | None = None,
+    ) -> Pinned:
+        """Keep the stored prefix of a prompt from being evicted, until ``unpin`` or for ``ttl_s`` seconds.
+
+        Without ``ttl_s`` for the daemon's ``--lease-default`` (30 s); never longer than its ``--lease-max``, see
+        ``Pinned.ttl_s``. Raises UnavailableError if that can't be promised.
+        """
+        request = pb.PinRequest(ttl_s=seconds("ttl_s", ttl_s))
+        self._fill(request.prompt, tokens, root, extras)
+        self._name(request.prompt)
+        reply = self._session.call(Method.PIN, request, pb.PinReply)
+        return Pinned(reply.pin_id, reply.n_blocks, reply.ttl_s)
+
+    def unpin(self, pinned: Pinned) -> bool:
+        """Let go of a pin; False if it had ended already. Raises UnavailableError."""
+        if not isinstance(pinned, Pinned):
+            raise BadInputError(f"pinned is {pinned!r:.80}; give what pin() returned")
+        reply = self._session.call(Method.UNPIN, pb.UnpinRequest(pin_id=pinned.id), pb.UnpinReply)
+        return reply.found
+
+    def _fill(
+        self,
+        prompt: pb.Prompt,
+        tokens: ArrayLike,
+        root: Root,
+        extras: Sequence[ExtraKey],
+        policy_time_s: float | None = None,
+        category: int = 0,
+        hints: Hints | None = None,
+    ) -> None:
+        fill_prompt(prompt, rows_of_prompt(self.namespace, tokens), root, extras, policy_time_s, category)
+        if hints is not None:
+            fill_hints(prompt, hints)
+
+    def _wait_s(self, wait: Wait, request: pb.LeaseRequest | pb.PrefetchRequest) -> float:
+        n_tokens = tokens_asked_for(self.namespace, request.prompt, request.first_block, request.max_blocks)
+        return wait_seconds(wait, n_tokens, self._session.timeout_s)

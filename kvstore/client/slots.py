@@ -1,0 +1,200 @@
+"""Where the bytes of leased and reserved blocks are: in memory that the daemon shares, or elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+from google.protobuf.message import Message
+from numpy.typing import NDArray
+
+from kvstore import native
+from kvstore.client.transport import ReplyT
+from kvstore.errors import BadInputError, ProtocolError
+from kvstore.native import Mapping
+from kvstore.types import SLOT_BITS
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.framing import Method
+from kvstore.wire.packing import I64, U64, unpack
+
+Bytes = NDArray[np.uint8]
+
+_INDEX_MASK = (1 << SLOT_BITS) - 1
+_NO_SLOTS = np.empty(0, np.int64)
+
+
+class Slots(Protocol):
+    """The blocks of one claim as this process reaches them. Who holds the claim says until when they may be used."""
+
+    block_bytes: int
+
+    def __len__(self) -> int: ...
+
+    @property
+    def addresses(self) -> NDArray[np.uint64]:
+        """Where each block lies in this process, uint64 [n]."""
+        ...
+
+    def view(self, i: int, hold: object) -> Bytes:
+        """uint8 [block_bytes] over block ``i``, no copy. The array keeps ``hold`` if the block would go without it."""
+        ...
+
+    def unchanged(self) -> bool:
+        """Whether the blocks are what they were when they were handed out; asked after a copy from ``addresses``."""
+        ...
+
+    def copy_out(self, rows: Bytes, threads: int) -> bool:
+        """Copy the first blocks to ``rows`` (uint8 [m, block_bytes]). False if that can't be vouched for. Blocks."""
+        ...
+
+    def fill(self, rows: Bytes, threads: int, *, kept: bool) -> None:
+        """Copy ``rows`` (uint8 [n, block_bytes]) to reserved blocks. Blocks.
+
+        With ``kept`` they stay as they are until the commit, so that they may be copied then.
+        """
+        ...
+
+    def commit(self, request: pb.CommitRequest) -> Callable[[], pb.CommitReply]:
+        """What makes reserved blocks visible: call it after ``forget``. Blocks; raises as a session's ``call``."""
+        ...
+
+    def forget(self) -> None:
+        """Nothing is looked at any more but arrays that are still alive."""
+        ...
+
+
+class MappingSession(Protocol):
+    """What mapped slots need of a session."""
+
+    def call(self, method: Method, request: Message, kind: type[ReplyT], timeout_s: float | None = None) -> ReplyT:
+        """One request and its reply."""
+        ...
+
+    def mappings(self, region_ids: list[int], *, writable: bool) -> dict[int, Mapping]:
+        """The mappings of these regions."""
+        ...
+
+    def generations(self, indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """The generations of slots as they are now."""
+        ...
+
+
+class View:
+    """The memory of one block as numpy takes it; becomes the base of the array."""
+
+    def __init__(self, address: int, n_bytes: int, writable: bool, *kept: object) -> None:
+        """``kept``: what the memory needs as long as anything looks at it."""
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (n_bytes,),
+            "data": (address, not writable),
+        }
+        self._kept = kept
+
+
+class MappedSlots:
+    """Slots of the daemon's memory, mapped into this process. Addresses are worked out when first asked for."""
+
+    def __init__(self, session: MappingSession, message: pb.Slots | None, block_bytes: int, *, writable: bool) -> None:
+        """Maps regions that are not mapped yet. Call with the session's lock held."""
+        self.block_bytes = block_bytes
+        self._session = session
+        self._writable = writable
+        self._message = message
+        self._ids = unpack("slots", message.ids, I64) if message is not None else _NO_SLOTS
+        self._layouts = {layout.id: layout for layout in message.regions} if message is not None else {}
+        # A view made later must find the mapping even if the daemon retires the region meanwhile.
+        self._mappings = session.mappings(list(self._layouts), writable=writable)
+        self._addresses: NDArray[np.uint64] | None = None
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def addresses(self) -> NDArray[np.uint64]:
+        """uint64 [n]. Raises ProtocolError for slots outside the regions that came with them."""
+        if self._addresses is None:
+            self._addresses = self._by_region(self._start_of)
+        return self._addresses
+
+    def view(self, i: int, hold: object) -> Bytes:
+        """uint8 [block_bytes] over slot ``i``, no copy; read-only unless these slots are reserved.
+
+        The array keeps ``hold`` and the mapping. It can't be made writable, although the writer of a region has
+        that mapped writable.
+        """
+        mapping = self._mappings[int(self._ids[i]) >> SLOT_BITS]
+        return np.asarray(View(int(self.addresses[i]), self.block_bytes, self._writable, mapping, hold))
+
+    def forget(self) -> None:
+        """Let the mappings go; only arrays that are still alive keep them."""
+        self._mappings = {}
+
+    def unchanged(self) -> bool:
+        """Whether every slot still has the contents it had when it was handed out."""
+        if self._message is None:
+            return True
+        granted = unpack("generations", self._message.generations, U64, len(self._ids))
+        now = self._session.generations(self._by_region(lambda layout, _: (layout.generation_base, 1)))
+        return bool(np.array_equal(now, granted))
+
+    def copy_out(self, rows: Bytes, threads: int) -> bool:
+        """See ``Slots``."""
+        native.copy_batch(native.row_addresses(rows), self.addresses[: len(rows)], self.block_bytes, threads=threads)
+        return self.unchanged()
+
+    def fill(self, rows: Bytes, threads: int, *, kept: bool) -> None:  # noqa: ARG002 - filled now
+        """See ``Slots``."""
+        native.copy_batch(self.addresses, native.row_addresses(rows), self.block_bytes, threads=threads)
+
+    def commit(self, request: pb.CommitRequest) -> Callable[[], pb.CommitReply]:
+        """See ``Slots``: what was filled is there already."""
+        return lambda: self._session.call(Method.COMMIT, request, pb.CommitReply)
+
+    def _start_of(self, layout: pb.RegionLayout, index_max: int) -> tuple[int, int]:
+        mapping = self._mappings.get(layout.id)
+        if mapping is None or self.block_bytes > layout.slot_bytes:
+            raise ProtocolError(f"region {layout.id} can't hold blocks of {self.block_bytes} bytes in this process")
+        if (index_max + 1) * layout.slot_bytes > mapping.length_bytes:
+            raise ProtocolError(f"slot {index_max} lies outside region {layout.id} of {mapping.length_bytes} bytes")
+        return mapping.address, layout.slot_bytes
+
+    def _by_region(self, start_and_step: Callable[[pb.RegionLayout, int], tuple[int, int]]) -> NDArray[np.uint64]:
+        """``start + index * step`` of every slot, by its region."""
+        ids = self._ids
+        if len(self._layouts) == 1:
+            (layout,) = self._layouts.values()
+            first_id = layout.id << SLOT_BITS
+            low, high = int(ids.min()) - first_id, int(ids.max()) - first_id
+            if low < 0 or high > _INDEX_MASK:
+                raise ProtocolError(f"a slot lies outside the only region, {layout.id}")
+            start, step = start_and_step(layout, high)
+            return (ids * step + (start - first_id * step)).view(np.uint64)
+        # Regions in the order of their ids, so that each slot finds its own by bisection.
+        layouts = [self._layouts[region_id] for region_id in sorted(self._layouts)]
+        first_ids = np.array([layout.id << SLOT_BITS for layout in layouts], np.int64)
+        rows = np.searchsorted(first_ids, ids, side="right") - 1
+        indexes = ids - first_ids[rows]
+        index_max = np.zeros(len(layouts), np.int64)
+        np.maximum.at(index_max, rows, indexes)
+        if int(rows.min()) < 0 or int(index_max.max()) > _INDEX_MASK:
+            raise ProtocolError("a slot lies outside the regions that came with it")
+        pairs = [start_and_step(*each) for each in zip(layouts, index_max.tolist(), strict=True)]
+        starts, steps = np.array(pairs, np.int64).T
+        out: NDArray[np.uint64] = (starts[rows] + indexes * steps[rows]).view(np.uint64)
+        return out
+
+
+def rows_of(array: NDArray[Any], block_bytes: int) -> Bytes:
+    """A C-contiguous array as uint8 [n, block_bytes], without a copy."""
+    if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
+        raise BadInputError("blocks must be a C-contiguous numpy array [n, ...]; use numpy.ascontiguousarray")
+    if array.nbytes % block_bytes or array.ndim == 0 or (len(array) and array.nbytes != len(array) * block_bytes):
+        raise BadInputError(
+            f"an array of shape {array.shape} and {array.nbytes} bytes "
+            f"does not hold whole blocks of {block_bytes} bytes: "
+            "its first dimension must count blocks"
+        )
+    return array.reshape(-1).view(np.uint8).reshape(-1, block_bytes)

@@ -1,0 +1,200 @@
+"""The calls of ``service KVStore``: sessions, and one call for each method of the handlers."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import Message
+
+from kvstore.config import GrpcOptions
+from kvstore.errors import DeniedError, KVStoreError, UnavailableError
+from kvstore.logs import about
+from kvstore.server.grpc.access import Caller, Everybody, TokenFile
+from kvstore.server.grpc.gateway import Call, DeadlineError, Gateway, GoneError
+from kvstore.server.hello import check_version
+from kvstore.server.remote import LOCAL, Host, RemoteSession, RemoteSessions
+from kvstore.server.replies import Reply
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire import service_pb2 as spb
+from kvstore.wire.framing import REPLIES, REQUESTS, Method, decode
+from kvstore.wire.rpc import ERROR_KEY, SESSION_KEY, TENANT_KEY, rpc_name, status_of
+
+EVENTS_QUEUED_MAX = 4096
+"""A client that takes no events meanwhile is cut off."""
+
+log = logging.getLogger("kvstore.server.grpc")
+
+
+class Service:
+    """Behaviour of all calls. Their threads run it; what touches sessions or store hops to the loop."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        host: Host,
+        remotes: RemoteSessions,
+        access: TokenFile | Everybody,
+        options: GrpcOptions,
+    ) -> None:
+        self.gateway = gateway
+        self.host = host
+        self.remotes = remotes
+        self.options = options
+        self._access = access
+        self._places = threading.BoundedSemaphore(options.calls_max)
+
+    # Calls -------------------------------------------------------------------------------------------
+
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        """A handler for each method that makes sense here, and for sessions."""
+        unary = {
+            rpc_name(method.name): grpc.unary_unary_rpc_method_handler(self._unary(method))
+            for method in Method
+            if method not in LOCAL and method in REPLIES
+        }
+        return {**unary, "Session": grpc.unary_stream_rpc_method_handler(self.session)}
+
+    def _unary(self, method: Method) -> Callable[[bytes, grpc.ServicerContext], bytes]:
+        kind = REQUESTS[method]
+
+        def call(request: bytes, context: grpc.ServicerContext) -> bytes:
+            with self.guarded(context) as call:
+                remote = self.session_of(call)
+                reply = self.ask(call, remote, method, decode(kind, request))
+                serialized: bytes = reply.SerializeToString()
+                return serialized
+            raise AssertionError
+
+        return call
+
+    def ask(self, call: Call, remote: RemoteSession | None, method: int, request: Message) -> Any:
+        """A request to the handlers, of a session or without one, and what they answer. Raises what they raise."""
+
+        def begin() -> Any:
+            if remote is None:
+                tenant = self.caller(call).as_tenant(text_of(call, TENANT_KEY))
+                return self.remotes.answer_alone(tenant, method, request)
+            return self.remotes.answer(remote, method, request)
+
+        def give_back(reply: Reply) -> None:
+            if remote is not None:
+                self.remotes.give_back(remote, reply.message)
+
+        def keep(task: Any) -> None:
+            if remote is not None:
+                self.remotes.keep(remote, task)
+
+        return self.gateway.ask(call, begin, give_back, keep).message
+
+    def caller(self, call: Call) -> Caller:
+        """Who calls. Raises DeniedError."""
+        return self._access.identify(call.context.invocation_metadata())
+
+    def session_of(self, call: Call) -> RemoteSession | None:
+        """The session that a call names, None for one outside of any. Raises SessionEndedError."""
+        caller = self.caller(call)
+        for key, value in call.context.invocation_metadata():
+            if key == SESSION_KEY:
+                token = value if isinstance(value, bytes) else value.encode()
+                return self.remotes.find(token, caller.owner)
+        return None
+
+    def guarded(self, context: grpc.ServicerContext, *, counted: bool = True) -> _Guard:
+        """``with``: a call in its place, whose errors become statuses."""
+        return _Guard(self, context, self._places if counted else None)
+
+    # Sessions ----------------------------------------------------------------------------------------
+
+    def session(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """A session: its hello, then its events, until either side ends it. Its thread waits for them."""
+        outbox: queue.Queue[spb.SessionMessage | None] = queue.Queue(EVENTS_QUEUED_MAX)
+        with self.guarded(context, counted=False) as call:
+            hello = decode(pb.HelloRequest, request)
+            check_version(hello)
+            caller = self.caller(call)
+            tenant = caller.as_tenant(hello.tenant)
+
+            def tell(event: pb.Event | None) -> None:
+                try:
+                    outbox.put_nowait(spb.SessionMessage(event=event) if event is not None else None)
+                except queue.Full:
+                    context.cancel()
+
+            def open_session() -> tuple[RemoteSession, pb.HelloReply]:
+                remote = self.remotes.open(caller.owner, tenant, hello.client_name, tell)
+                return remote, self.host.hello_reply(remote.session, hello)
+
+            remote, reply = self.gateway.get(call, open_session, lambda opened: self.remotes.end(opened[0]))
+
+            def end() -> None:
+                self.gateway.post(lambda: self.remotes.end(remote))
+
+            if not context.add_callback(end):
+                end()
+            yield spb.SessionMessage(hello=reply, message_bytes_max=self.options.message_bytes_max).SerializeToString()
+            while (message := outbox.get()) is not None:
+                yield message.SerializeToString()
+
+
+class _Guard:
+    """See ``Service.guarded``."""
+
+    def __init__(self, service: Service, context: grpc.ServicerContext, places: threading.BoundedSemaphore | None):
+        self._service = service
+        self._context = context
+        self._places = places
+
+    def __enter__(self) -> Call:
+        if self._places is not None and not self._places.acquire(blocking=False):
+            self._places = None
+            most = self._service.options.calls_max
+            self._service.gateway.post(lambda: self._service.host.store.counters.add("grpc_refused_calls"))
+            self._abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                UnavailableError(f"{most} calls run already, the most this daemon takes (--grpc-calls-max): try later"),
+            )
+        return Call(self._context, self._service.options.deadline_s_max)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._places is not None:
+            self._places.release()
+        if not isinstance(error, Exception) or kind is Exception or isinstance(error, grpc.RpcError):
+            return  # none, the end of a generator, the abort of a call, or the client's end of it
+        if isinstance(error, GoneError):
+            self._context.abort(grpc.StatusCode.CANCELLED, str(error))
+        if isinstance(error, DeadlineError):
+            self._context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
+        if not isinstance(error, KVStoreError):
+            log.error("a call failed", exc_info=error, extra=about("grpc_call_failed"))
+        self._abort(status_of(error)[0], error)
+
+    def _abort(self, status: grpc.StatusCode, error: Exception) -> NoReturn:
+        message = status_of(error)[1]
+        self._context.set_trailing_metadata(((ERROR_KEY, message.SerializeToString()),))
+        self._context.abort(status, message.message)
+        raise AssertionError("abort does not return")
+
+
+def text_of(call: Call, key: str) -> str:
+    """The value of one of a call's metadata, "" if it is not there."""
+    for name, value in call.context.invocation_metadata():
+        if name == key and isinstance(value, str):
+            return value
+    return ""
+
+
+def deny(error: DeniedError) -> grpc.RpcMethodHandler:
+    """A handler that turns a call away."""
+
+    def refuse(_request: bytes, context: grpc.ServicerContext) -> NoReturn:
+        message = status_of(error)[1]
+        context.set_trailing_metadata(((ERROR_KEY, message.SerializeToString()),))
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, message.message)
+        raise AssertionError("abort does not return")
+
+    return grpc.unary_unary_rpc_method_handler(refuse)

@@ -1,0 +1,223 @@
+"""What operators ask of a store: which namespaces there are and what they hold, and what becomes of a prompt.
+
+What takes longer with many blocks or namespaces is a generator here: each step is short, and whoever takes the steps
+lets others have their turn in between.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import BadInputError
+from kvstore.prefix_index.block_table import COLD, DRAM, NVME, PART, STORED, Ids
+from kvstore.prefix_index.explain import Explanation
+from kvstore.store.namespaces import OpenNamespace
+from kvstore.store.requests import Prompt
+from kvstore.store.store import Store
+from kvstore.types import KEY_BYTES, Namespace
+
+CENSUS_BLOCKS = 1 << 13
+"""Blocks counted in one step: a few tenths of a millisecond."""
+NAMESPACES_PER_STEP = 8
+"""Descriptions read in one step."""
+_HEX = frozenset("0123456789abcdef")
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceFilter:
+    """Fits the namespaces that agree with every field given. Raises BadInputError for one that can't fit any.
+
+    ``name``: one bound to it. ``digest_prefix``: hexadecimal digits that its digest begins with.
+    """
+
+    name: str = ""
+    digest_prefix: str = ""
+    model: str = ""
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest_prefix", self.digest_prefix.lower())
+        if len(self.digest_prefix) > 2 * KEY_BYTES or not _HEX.issuperset(self.digest_prefix):
+            raise BadInputError(
+                f"the digest of a namespace has {2 * KEY_BYTES} hexadecimal digits; "
+                f"{self.digest_prefix[:80]!r} can't be how one begins"
+            )
+        if self.revision is not None and not self.model:
+            raise BadInputError(f"revision {self.revision[:80]!r} of which model? Name the model too")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every namespace fits."""
+        return not (self.name or self.digest_prefix or self.model)
+
+    def fits(self, known: KnownNamespace) -> bool:
+        """Whether this is one of those meant. One without a description has no model."""
+        described = known.namespace
+        return (
+            (not self.name or self.name in known.names)
+            and known.digest.hex().startswith(self.digest_prefix)
+            and (not self.model or (described is not None and described.model == self.model))
+            and (self.revision is None or (described is not None and described.revision == self.revision))
+        )
+
+
+@dataclass(slots=True)
+class KnownNamespace:
+    """A namespace that has been opened since the start, or has blocks from before.
+
+    ``namespace`` is None where nothing but blocks on NVMe tells of it. ``ordinals``: its numbers in the block table.
+    """
+
+    digest: bytes
+    namespace: Namespace | None
+    ordinals: list[int]
+    names: tuple[str, ...] = ()
+    opened: OpenNamespace | None = None
+
+
+@dataclass(slots=True)
+class Holdings:
+    """What a namespace has: blocks, with a copy in each tier, their bytes there, and those that are in use."""
+
+    n_blocks: int = 0
+    n_dram_blocks: int = 0
+    n_nvme_blocks: int = 0
+    dram_bytes: int = 0
+    nvme_bytes: int = 0
+    n_pinned_blocks: int = 0
+
+
+class BlockFacts(NamedTuple):
+    """Blocks of a prompt, arrays ``[n]``. ``keys``: uint8 [n, 16]. ``hits`` is empty where they aren't counted."""
+
+    keys: NDArray[np.uint8]
+    in_dram: NDArray[np.bool_]
+    on_nvme: NDArray[np.bool_]
+    size_bytes: NDArray[np.uint32]
+    hits: NDArray[np.uint8]
+    idle_s: NDArray[np.float64]
+    pins: NDArray[np.int32]
+
+
+class Administration:
+    """Operators' questions to one store. Called on its thread only."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._described: dict[bytes, tuple[bytes, Namespace | None]] = {}
+        """By digest of what lies on NVMe: the namespace that it belongs to."""
+
+    def namespaces(self, wanted: NamespaceFilter, tenant: str | None, out: list[KnownNamespace]) -> Iterator[None]:
+        """Put the namespaces of a tenant (None: of all) that fit into ``out``.
+
+        One without a description is nobody's: only who asks for all tenants gets it.
+        """
+        for known in (yield from self._all()):
+            if tenant is not None and (known.namespace is None or known.namespace.tenant != tenant):
+                continue
+            if wanted.fits(known):
+                out.append(known)
+
+    def census(self, known: list[KnownNamespace], out: list[Holdings]) -> Iterator[None]:
+        """Put what each of these namespaces holds into ``out``. What changes meanwhile may count or not."""
+        table = self._store.index.table
+        sums: dict[int, NDArray[np.int64]] = {}
+        for first in range(0, table.n_used, CENSUS_BLOCKS):
+            for ordinal, counts in self._counts(first, first + CENSUS_BLOCKS).items():
+                sums[ordinal] = sums.get(ordinal, 0) + counts
+            yield
+        zeros = np.zeros(6, np.int64)
+        out.extend(
+            Holdings(*sum((sums.get(ordinal, zeros) for ordinal in each.ordinals), zeros).tolist()) for each in known
+        )
+
+    def whose(self, ordinal: int) -> tuple[bytes, Namespace | None]:
+        """The namespace that has this number in the block table, and its digest; None if nobody has described it."""
+        spaces, hierarchy = self._store.namespaces, self._store.hierarchy
+        opened = spaces.opened_as(ordinal)
+        if opened is not None:
+            return opened.digest, opened.namespace
+        digest = spaces.digest(ordinal)
+        known = self._described.get(digest)
+        if known is None and hierarchy is not None:
+            listed = dict(hierarchy.nvme.namespaces().values())
+            known = self._description(digest, listed.get(digest, ""))
+        return known or (digest, None)
+
+    def blocks(self, ids: Ids) -> BlockFacts:
+        """What is known of these blocks."""
+        index, table, at = self._store.index, self._store.index.table, ids.astype(np.intp)
+        return BlockFacts(
+            table.key[at],
+            index.resident(ids, DRAM),
+            index.resident(ids, NVME),
+            table.size_bytes[at],
+            table.hits[at] if table.nvme else np.empty(0, np.uint8),
+            self._store.clock.now_s() - table.last_use_s[at],
+            table.refs[at],
+        )
+
+    def explain(self, prompt: Prompt) -> Explanation:
+        """How far a prompt is stored, and why no further. Changes nothing."""
+        return self._store.index.explain(prompt.root_key, prompt.path)
+
+    def _counts(self, first: int, end: int) -> dict[int, NDArray[np.int64]]:
+        """By ordinal what ``Holdings`` has, of the blocks with these ids."""
+        table = self._store.index.table
+        end = min(end, table.n_used)
+        state = table.state[first:end]
+        at = np.flatnonzero((state == STORED) | (state == COLD) | (state == PART)) + first
+        if not len(at):
+            return {}
+        ordinals, which = np.unique(table.namespace[at], return_inverse=True)
+        which = which.reshape(-1)
+        is_block = (table.state[at] != PART).astype(np.int64)
+        in_dram, on_nvme = table.resident(at, DRAM).astype(np.int64), table.resident(at, NVME).astype(np.int64)
+        sizes, pinned = table.size_bytes[at].astype(np.int64), (table.refs[at] > 0).astype(np.int64)
+        columns = (
+            is_block, is_block * in_dram, is_block * on_nvme, sizes * in_dram, sizes * on_nvme, is_block * pinned
+        )  # fmt: skip
+        sums = np.stack([np.bincount(which, column, len(ordinals)) for column in columns], axis=1).astype(np.int64)
+        return dict(zip(ordinals.tolist(), sums, strict=True))
+
+    def _all(self) -> Generator[None, None, list[KnownNamespace]]:
+        """Every namespace that is known, as the generator's value."""
+        spaces = self._store.namespaces
+        names = spaces.names()
+        found = {
+            opened.digest: KnownNamespace(
+                opened.digest, opened.namespace, list(opened.ordinals), names.get(opened.digest, ()), opened
+            )
+            for opened in spaces.opened()
+        }
+        hierarchy = self._store.hierarchy
+        listed = dict(hierarchy.nvme.namespaces().values()) if hierarchy is not None else {}
+        for n, (ordinal, digest) in enumerate(spaces.unopened()):
+            if n % NAMESPACES_PER_STEP == 0:
+                yield
+            whole, namespace = self._description(digest, listed.get(digest, ""))
+            known = found.setdefault(whole, KnownNamespace(whole, namespace, []))
+            known.ordinals.append(ordinal)
+        return list(found.values())
+
+    def _description(self, digest: bytes, text: str) -> tuple[bytes, Namespace | None]:
+        """The namespace, and its digest, of what has this digest and description on NVMe."""
+        known = self._described.get(digest)
+        if known is None or (known[1] is None and text):
+            known = self._described[digest] = _described(digest, text)
+        return known
+
+
+def _described(digest: bytes, text: str) -> tuple[bytes, Namespace | None]:
+    try:
+        plain = json.loads(text) if text else {}
+        namespace = Namespace.from_dict(plain.get("of", plain)) if plain else None
+    except (ValueError, TypeError, RecursionError):  # what the disk says may be anything
+        namespace = None
+    return (digest if namespace is None else namespace.digest()), namespace

@@ -1,0 +1,281 @@
+"""Operators' commands against a real daemon: what they print, their JSON, their exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import __version__
+from kvstore.client import Client
+from kvstore.types import KVSpec, Namespace
+from tests.tiers.segment_files import frames_in
+
+NAMESPACE = Namespace(model="llama", revision="r1", spec=KVSpec.opaque(4, 8192))
+OTHER = Namespace(model="qwen", spec=KVSpec.opaque(4, 8192))
+
+
+class Command:
+    """``kvstore`` as a process, with a daemon's socket in its environment."""
+
+    def __init__(self, daemon: Any, tmp_path: Path) -> None:
+        self.daemon = daemon
+        self.path: Path = daemon.config.socket_path
+        self.tmp_path = tmp_path
+
+    def __call__(self, *arguments: str, code: int = 0, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "kvstore.cli", *arguments]
+        environment = {"KVSTORE_SOCKET": str(self.path), "COLUMNS": "200", "PATH": "/usr/bin:/bin"}
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=90, check=False, env=environment, input=stdin
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        assert done.returncode == code, done.stderr + done.stdout
+        return done
+
+    def json(self, *arguments: str, code: int = 0) -> Any:
+        return json.loads(self(*arguments, "--json", code=code).stdout)
+
+    def tokens(self, name: str, *prompts: list[int]) -> str:
+        path = self.tmp_path / name
+        if name.endswith(".npy"):
+            np.save(path, np.array(prompts if len(prompts) > 1 else prompts[0]))
+        elif name.endswith(".jsonl"):
+            path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+        else:
+            path.write_bytes(np.array(prompts[0], "<u4").tobytes())
+        return str(path)
+
+
+def prompt(n_blocks: int, tag: int = 0) -> list[int]:
+    return [tag * 1000 + i for i in range(4 * n_blocks)]
+
+
+def store(client: Client, namespace: Namespace, n_blocks: int, tag: int = 0, name: str = "") -> None:
+    blocks = np.random.default_rng(tag).integers(0, 256, (n_blocks, 8192), np.uint8)
+    assert client.open(namespace, name).put(prompt(n_blocks, tag), blocks, durable_within_s=10.0).n_durable == n_blocks
+
+
+@pytest.fixture
+def two_tiers(start_daemon: Callable[..., Any], nvme: dict[str, Any]) -> Any:
+    return start_daemon(**nvme)
+
+
+@pytest.fixture
+def client(two_tiers: Any) -> Iterator[Client]:
+    with Client(two_tiers.config.socket_path, timeout_s=5.0) as connected:
+        yield connected
+
+
+@pytest.fixture
+def kvstore(two_tiers: Any, tmp_path: Path) -> Command:
+    return Command(two_tiers, tmp_path)
+
+
+def test_versions_with_and_without_a_daemon(kvstore: Command, tmp_path: Path) -> None:
+    found = kvstore.json("version")
+    assert found["client"] == found["daemon"]["version"] == __version__
+    assert found["libraries"]["numpy"] == np.__version__
+    assert f"kvstore {__version__}" in kvstore("version").stdout
+    alone = kvstore.json("version", "--socket", str(tmp_path / "nobody.sock"))
+    assert alone["daemon"]["version"] == ""
+    assert "nobody.sock" in alone["daemon"]["error"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_gives_a_script_that_asks_this_program(kvstore: Command, shell: str) -> None:
+    assert "_KVSTORE_COMPLETE" in kvstore("completion", shell).stdout
+
+
+def test_help_has_every_command_and_the_exit_codes(kvstore: Command) -> None:
+    text = kvstore("--help").stdout
+    for name in ("clear", "completion", "inspect", "top", "verify", "version", "warm", "watch"):
+        assert f"\n  {name} " in text
+        assert "Usage: kvstore" in kvstore(name, "--help").stdout
+    assert "3 wrong bytes found" in " ".join(text.split())
+
+
+def test_inspect_namespaces_and_one_of_them(kvstore: Command, client: Client) -> None:
+    store(client, NAMESPACE, 3, name="prod")
+    store(client, OTHER, 2)
+    listed = kvstore.json("inspect", "namespaces")
+    assert {each["namespace"]["model"]: each["n_nvme_blocks"] for each in listed} == {"llama": 3, "qwen": 2}
+    assert NAMESPACE.digest().hex()[:12] in kvstore("inspect", "namespaces").stdout
+    one = kvstore.json("inspect", "namespace", "--name", "prod")
+    assert Namespace.from_dict(one["namespace"]) == NAMESPACE
+    assert "several" not in kvstore("inspect", "namespace", "--model", "qwen").stdout
+    assert "2 namespaces fit" in kvstore("inspect", "namespace", code=2).stderr
+    assert "no namespace fits" in kvstore("inspect", "namespace", "--model", "x", code=2).stderr
+
+
+@pytest.mark.parametrize("kind", ["p.jsonl", "p.npy", "p.bin"])
+def test_inspect_a_prompt_from_any_kind_of_file(kvstore: Command, client: Client, kind: str) -> None:
+    store(client, NAMESPACE, 3)
+    other = prompt(3)
+    other[10] = 7
+    seen = kvstore.json("inspect", "prompt", kvstore.tokens(kind, other))
+    assert (seen["n_blocks"], seen["partial_tokens"], seen["differs_at_token"]) == (2, 2, 10)
+    assert [block["tiers"] for block in seen["blocks"]] == [["dram", "nvme"]] * 3
+    text = kvstore("inspect", "prompt", kvstore.tokens(kind, other)).stdout
+    assert "another token at 10 (10, here 7)" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("p.jsonl", b"[1, 2\n", "not JSON"),
+        ("p.jsonl", b'{"x": 1}\n', "without 'tokens'"),
+        ("p.jsonl", b"[1, -2]\n", "out of range"),
+        ("p.jsonl", b"7\n", "no list"),
+        ("p.npy", b"nonsense", "no numpy array"),
+        ("p.bin", b"12345", "4 bytes each"),
+        ("p.jsonl", b"", "no prompt number 0"),
+        ("missing.bin", None, "can't be read"),
+    ],
+)
+def test_a_file_that_holds_no_prompt_is_refused_with_its_fault(
+    kvstore: Command, tmp_path: Path, name: str, data: bytes | None, words: str
+) -> None:
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    assert words in kvstore("inspect", "prompt", str(tmp_path / name), code=2).stderr
+
+
+def test_inspect_claims(kvstore: Command, client: Client) -> None:
+    store(client, NAMESPACE, 3)
+    with client.open(NAMESPACE).lease(prompt(3)) as lease:
+        seen = kvstore.json("inspect", "claims")
+        assert "lease" in kvstore("inspect", "claims").stdout
+    assert [(claim["kind"], claim["id"], claim["n_blocks"]) for claim in seen["claims"]] == [("lease", lease.id, 3)]
+    assert len(seen["sessions"]) == 2
+
+
+def test_clear_asks_counts_and_clears(kvstore: Command, client: Client) -> None:
+    store(client, NAMESPACE, 3)
+    store(client, OTHER, 2)
+    assert kvstore.json("clear", "--model", "llama", "--dry-run")["n_blocks"] == 3
+    refused = kvstore("clear", "--model", "llama", code=130, stdin="n\n")
+    assert "3 blocks of 1 namespaces" in refused.stderr
+    assert client.open(NAMESPACE).match(prompt(3)).n_blocks == 3
+    done = kvstore.json("clear", "--model", "llama", "--revision", "r1", "--yes")
+    assert (done["n_blocks"], done["durable"], done["n_left_blocks"]) == (3, True, 0)
+    assert client.open(NAMESPACE).match(prompt(3)).n_blocks == 0
+    assert client.open(OTHER).match(prompt(2)).n_blocks == 2
+    kvstore("clear", "--everything", stdin="y\n")
+    assert client.open(OTHER).match(prompt(2)).n_blocks == 0
+
+
+@pytest.mark.parametrize("arguments", [[], ["--model", "m", "--everything"], ["--digest", "xyz"], ["--revision", "r"]])
+def test_clear_refuses_what_was_not_meant(kvstore: Command, client: Client, arguments: list[str]) -> None:
+    store(client, NAMESPACE, 1)
+    kvstore("clear", *arguments, "--yes", code=2)
+    assert client.open(NAMESPACE).match(prompt(1)).n_blocks == 1
+
+
+def test_warm_reads_prompts_from_nvme(kvstore: Command, client: Client, start_daemon: Callable[..., Any]) -> None:
+    store(client, NAMESPACE, 3, tag=1)
+    store(client, NAMESPACE, 2, tag=2)
+    client.close()
+    kvstore.daemon.stop()
+    again = start_daemon(nvme_dir=kvstore.daemon.config.nvme_dir, nvme_bytes=kvstore.daemon.config.nvme_bytes)
+    file = kvstore.tokens("p.jsonl", prompt(3, 1), prompt(2, 2), prompt(4, 9))
+    done = kvstore.json("warm", file, "--rate", "100MiB")
+    assert done == {"prompts": 3, "found_blocks": 5, "ready_blocks": 5, "loaded_blocks": 5, "pending_blocks": 0}
+    with Client(again.config.socket_path, timeout_s=5.0) as other:
+        assert other.open(NAMESPACE).match(prompt(3, 1)).n_dram_blocks == 3
+    assert kvstore.json("warm", file, "--limit", "1")["loaded_blocks"] == 0
+    assert "5" in kvstore("warm", file).stdout
+    assert "no prompt" in kvstore("warm", kvstore.tokens("none.jsonl"), code=2).stderr
+
+
+def test_watch_prints_a_line_per_event(kvstore: Command, client: Client) -> None:
+    arguments = ["watch", "--socket", str(kvstore.path), "--after", "0", "--count", "3"]
+    command = [sys.executable, "-m", "kvstore.cli", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        first = json.loads(process.stdout.readline())
+        store(client, NAMESPACE, 2)
+        events = [json.loads(process.stdout.readline()) for _ in range(2)]
+        assert process.wait(30) == 0
+    assert first == {"kind": "lost", "n": None}
+    assert [(each["kind"], each["tier"], each["n_tokens"]) for each in events] == [("stored", "dram", 4)] * 2
+    assert events[1]["parent"] == events[0]["key"]
+    assert events[0]["namespace"] == NAMESPACE.digest().hex()
+    assert kvstore("watch", "--for", "0.05").stdout == ""
+
+
+def test_top_once(kvstore: Command, client: Client) -> None:
+    store(client, NAMESPACE, 3)
+    client.open(NAMESPACE).lease(prompt(3)).release()
+    seen = kvstore.json("top", "--once", "--interval", "0.1")
+    assert seen["tiers"]["dram"]["used_bytes"] == 3 * 8192
+    assert seen["tiers"]["nvme"]["used_bytes"] >= 3 * 8192
+    assert set(seen["rates"]) >= {"hit_blocks_per_s", "evicted_blocks_per_s", "stored_bytes_per_s"}
+    assert [each["n_hit_blocks"] for each in seen["namespaces"]] == [3]
+    text = kvstore("top", "--once", "--interval", "0.1").stdout
+    assert "DRAM" in text
+    assert "llama@r1" in text
+
+
+def test_verify_a_directory_and_repair_it(kvstore: Command, client: Client) -> None:
+    store(client, NAMESPACE, 4)
+    directory = str(kvstore.daemon.config.nvme_dir)
+    assert "in use by another process" in kvstore("verify", directory, code=2).stderr
+    assert "in use by another process" in kvstore("verify", directory, "--repair", code=2).stderr
+    key = client.open(NAMESPACE).inspect(prompt(4)).keys[1].tobytes()
+    client.close()
+    kvstore.daemon.stop()
+    assert kvstore.json("verify", directory)["ok"]
+    (frame,) = [each for each in frames_in(Path(directory)) if each.key == key]
+    number, offset = str(int(frame.path.name.removeprefix("segment-"))), str(frame.offset)
+    header = json.loads(kvstore("inspect", "frame", directory, number, offset).stdout)
+    assert (header["key"], header["intact"]) == (key.hex(), True)
+    frame.flip(frame.payload_offset)
+    assert not json.loads(kvstore("inspect", "frame", directory, number, offset, code=3).stdout)["intact"]
+    assert "no frame starts here" in kvstore("inspect", "frame", directory, number, "0", code=3).stderr
+    assert kvstore.json("inspect", "directory", directory)["n_names"] == 4
+    found = kvstore.json("verify", directory, code=3)
+    assert (found["n_corrupt"], found["n_orphans"], found["n_intact"]) == (1, 2, 1)
+    assert key.hex() in kvstore("verify", directory, code=3).stdout
+    assert "1 names of the catalog were kept, 3 dropped" in kvstore("verify", directory, "--repair").stdout
+    assert kvstore.json("verify", directory)["n_intact"] == 1
+
+
+def test_verify_a_running_daemon(kvstore: Command, client: Client) -> None:
+    store(client, NAMESPACE, 4)
+    assert kvstore.json("verify", "--connect") == {
+        "n_blocks": 4, "n_frames": 4, "n_bytes": 4 * 12288, "n_corrupt": 0, "n_unreadable": 0, "n_unread": 0,
+        "problems": [], "ok": True,
+    }  # fmt: skip
+    frames = list(frames_in(kvstore.daemon.config.nvme_dir))
+    frames[0].flip(frames[0].payload_offset)
+    assert "1" in kvstore("verify", "--connect", code=3).stdout
+    assert "frames damaged" in kvstore("verify", "--connect").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["verify"], "give the DIRECTORY"),
+        (["verify", "--connect", "--repair"], "--repair is for a directory"),
+        (["verify", "/nowhere"], "no such directory"),
+        (["inspect", "directory", "/nowhere"], "no such directory"),
+        (["inspect", "frame", "/nowhere", "0", "0"], "can't be read"),
+        (["completion", "tcsh"], "tcsh"),
+        (["warm", "/nowhere.jsonl"], "can't be read"),
+    ],
+)
+def test_wrong_input_is_said_in_one_line(kvstore: Command, arguments: list[str], words: str) -> None:
+    assert words in kvstore(*arguments, code=2).stderr
+
+
+@pytest.mark.parametrize("name", ["namespaces", "claims"])
+def test_without_a_daemon_it_is_said_with_exit_code_1(kvstore: Command, tmp_path: Path, name: str) -> None:
+    done = kvstore("inspect", name, "--socket", str(tmp_path / "nobody.sock"), code=1)
+    assert "start one with" in done.stderr

@@ -1,0 +1,45 @@
+"""Counters and histograms."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.metrics import LATENCY_BOUNDS_S, Counters, Histogram, Histograms
+
+BOUNDS = (1.0, 2.0, 5.0)
+
+
+def test_a_counter_that_was_never_raised_is_zero_and_absent() -> None:
+    counters = Counters()
+    counters.add("a")
+    counters.add("a", 2.5)
+    assert counters["a"] == 3.5
+    assert counters["b"] == 0
+    assert counters.snapshot() == {"a": 3.5}
+
+
+@given(st.lists(st.floats(0, 10)))
+def test_a_histogram_counts_values_up_to_and_with_each_bound(values: list[float]) -> None:
+    histogram = Histogram(BOUNDS)
+    for value in values:
+        histogram.observe(value)
+    held = histogram.snapshot()
+    assert held.cumulative() == [sum(value <= bound for value in values) for bound in (*BOUNDS, float("inf"))]
+    assert held.n == len(values)
+    assert abs(held.total - sum(values)) < 1e-6
+
+
+def test_a_snapshot_does_not_change_any_more() -> None:
+    histograms: Histograms[str] = Histograms(BOUNDS)
+    histograms.observe("x", 1.0)
+    held = histograms.snapshot()
+    histograms.observe("x", 1.0)
+    histograms.observe("y", 9.0)
+    assert held["x"].n == 1
+    assert "y" not in held
+    assert histograms.snapshot()["y"].counts == (0, 0, 0, 1)
+
+
+def test_bounds_of_times_rise() -> None:
+    assert list(LATENCY_BOUNDS_S) == sorted(set(LATENCY_BOUNDS_S))
