@@ -114,7 +114,10 @@ class HybridReport:
     daemon: HitCounts | None = None
     mismatches: int = 0
     skipped_blocks: int = 0
+    """Blocks of any group that the daemon had no room for; a later hit ends before them."""
     bytes_read: int = 0
+    longest_blocks: int = 0
+    """Blocks of the longest prompt."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -127,6 +130,7 @@ class HybridReport:
             "nvme_percent": self.options.nvme_percent,
             "checkpoint_blocks": self.options.checkpoint_blocks,
             "requests": self.by_group.requests,
+            "longest_blocks": self.longest_blocks,
             "block_bytes": spec.block_bytes,
             "part_bytes": [part.block_bytes for part in parts_of(spec)],
             "token_hit_ratio_whole": self.whole.token_hit_ratio,
@@ -197,6 +201,7 @@ def run_hybrid(
     engine = Engine(options, workload)
     whole = simulate(workload, "lru", options.capacity_blocks(workload), partial=False, progress=progress)
     report = HybridReport(options, dram_bytes, whole, simulate_by_group(engine, dram_bytes, progress))
+    report.longest_blocks = max(map(engine.n_blocks, range(workload.n_requests)), default=0)
     if connect is not None:
         report.daemon = HitCounts()
         with Client(connect, timeout_s=options.timeout_s) as client:

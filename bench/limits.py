@@ -151,7 +151,7 @@ def _serve_echo(connection: socket.socket, n_bytes: int) -> None:
 def measure_grpc_aio_echo(calls: int) -> Latency | str:
     """Unary grpc.aio echo of 4 KiB over a Unix socket, or the reason why it was not measured."""
     if importlib.util.find_spec("grpc") is None:
-        return "grpc.aio echo not measured: grpcio is not installed (pip install 'kvstored[bench]')"
+        return "grpc.aio echo not measured: grpcio is not installed (pip install '.[bench]' from a checkout)"
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder:
         address = f"unix:{Path(folder) / 'echo.sock'}"
         with _grpc_server(address) as ready:

@@ -259,9 +259,16 @@ def hybrid_table(report: HybridReport) -> Table:
             ("blocks of hits read from NVMe", f"{report.daemon.nvme_block_hits:,}"),
             ("bytes compared", format_size(report.bytes_read)),
             ("mismatches", _alarm(report.mismatches)),
-            ("blocks not stored", _alarm(report.skipped_blocks)),
+            ("blocks not stored", f"{report.skipped_blocks:,}"),
         ]
-    return _facts_table("Hybrid model", facts)
+    table = _facts_table("Hybrid model", facts)
+    if report.skipped_blocks:
+        table.caption = (
+            "blocks not stored: of all groups, those that found DRAM full of what was in use, and those behind them; "
+            f"it holds {report.dram_bytes // options.spec.block_bytes:,} blocks in one piece, the longest prompt has "
+            f"{report.longest_blocks:,}. Give more --dram-percent to see what groups are worth."
+        )
+    return table
 
 
 class PipeConsole(Console):

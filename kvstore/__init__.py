@@ -29,7 +29,8 @@ if TYPE_CHECKING:
         WriteReservation,
     )
     from kvstore.client.aio import AsyncClient
-    from kvstore.embedded import Embedded, open  # noqa: A004 - as in gzip or tarfile
+    from kvstore.embedded import Embedded
+    from kvstore.embedded import open as open  # noqa: A004 - as in gzip or tarfile
     from kvstore.hints import Hints
     from kvstore.types import ExtraKey, GroupKind, KVGroup, KVSpec, Namespace, Root, RowKind, Shard
 
@@ -54,12 +55,13 @@ __all__ = [
     "AsyncClient", "Client", "Embedded", "ExtraKey", "FamilyHandle", "FamilyLease", "GetResult", "GroupKind",
     "Hints", "HybridHandle", "HybridLease", "KVGroup", "KVSpec", "Lease", "Match", "Namespace", "NamespaceHandle",
     "Persist", "Pinned", "Prefetch", "PutResult", "Root", "RowKind", "Shard", "WaitRule", "WriteReservation",
-    "__version__", "open",
+    "__version__",
 ]  # fmt: skip
+"""Not ``open``, which ``import *`` would put in the place of Python's own."""
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "open"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,17 +13,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import socket
 import weakref
 from collections.abc import Iterator
 from dataclasses import fields
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from kvstore.client import Client
 from kvstore.client.session import Session
 from kvstore.clock import Clock
-from kvstore.config import GIB, DaemonConfig, parse_size
+from kvstore.config import GIB, DaemonConfig
+from kvstore.config.kinds import SECONDS, SIZE, Kind
+from kvstore.config.settings import BY_FIELD, SETTINGS
 from kvstore.errors import ConfigError, UnavailableError
 from kvstore.server.thread import DaemonThread
 from kvstore.tiers.nvme.files import Files
@@ -39,6 +43,9 @@ _OWN = {"socket_path": "path", "dram_bytes": "dram", "nvme_dir": "path", "nvme_b
 
 _NOT_HERE = ("holder_path", "holder_grace_s", "grpc", "metrics", "log")
 """Settings that make no sense without a process of its own."""
+
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+_ARGUMENTS = {setting.flag: _OWN.get(setting.field, setting.field) for setting in SETTINGS}
 
 
 class _Inside:
@@ -137,27 +144,35 @@ def open(  # noqa: A001 - as gzip.open and the like
     dram: str | int = "1GiB",
     nvme: str | int | None = None,
     tenant: str = "default",
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: str | float = TIMEOUT_S,
     **settings: Any,
 ) -> Embedded:
     """A store in this process with ``dram`` bytes of memory and, with a ``path``, an NVMe tier in that directory.
 
     The directory is made if need be, and its blocks are found again by the next ``open``, or a daemon; it can be
     used by one store at a time. Its capacity ``nvme`` is by default 64 GiB, or a quarter of a smaller file system,
-    or what is there already. Sizes are bytes or text such as ``"16GiB"``. ``settings`` are further fields of
-    ``kvstore.config.DaemonConfig``.
+    or what is there already. ``settings`` are further fields of ``kvstore.config.DaemonConfig``. Sizes are bytes or
+    text such as ``"16GiB"``, durations numbers or text such as ``"90s"``.
 
-    Blocks for the time it takes to read the catalog there. Raises ConfigError for settings that can't work and for a
-    directory that is in use or somebody else's.
+    Blocks for the time it takes to read the catalog there. Raises ConfigError, with the names of arguments, for
+    settings that can't work and for a directory that is in use or somebody else's.
     """
+    config = config_of(path, dram, nvme, **settings)
     with _named_as_arguments():
-        return Embedded(config_of(path, dram, nvme, **settings), tenant, timeout_s)
+        return Embedded(config, tenant, _read("timeout_s", timeout_s, SECONDS))
 
 
 def config_of(
     path: str | os.PathLike[str] | None, dram: str | int, nvme: str | int | None, **settings: Any
 ) -> DaemonConfig:
-    """The configuration of an embedded store. Raises ConfigError."""
+    """The configuration of an embedded store. Raises ConfigError, with the names of arguments."""
+    with _named_as_arguments():
+        return _config_of(path, dram, nvme, settings)
+
+
+def _config_of(
+    path: str | os.PathLike[str] | None, dram: str | int, nvme: str | int | None, settings: dict[str, Any]
+) -> DaemonConfig:
     known = {each.name for each in fields(DaemonConfig)} - _OWN.keys() - set(_NOT_HERE)
     for name in settings:
         if name in _OWN:
@@ -169,28 +184,42 @@ def config_of(
     if path is None and nvme is not None:
         raise ConfigError(f"nvme is {nvme!r} but there is no path: name the directory that it is to lie in", ("nvme",))
     # Staying awake would keep Python's lock from whom it waits for.
-    settings.setdefault("poll_us", 0.0)
+    given = {"poll_us": 0.0} | {name: _read(name, value, BY_FIELD[name].kind) for name, value in settings.items()}
+    if not isinstance(path, str | os.PathLike | None) or (path is not None and not isinstance(os.fspath(path), str)):
+        raise ConfigError(f"path is {path!r:.80}; give the path of a directory, or None for memory only", ("path",))
     nvme_dir = None if path is None else Path(path).absolute()
     nvme_bytes = 0
     if nvme_dir is not None:
-        nvme_bytes = _nvme_bytes_default(nvme_dir) if nvme is None else parse_size(nvme)
+        nvme_bytes = _nvme_bytes_default(nvme_dir) if nvme is None else _read("nvme", nvme, SIZE)
         if not nvme_bytes:
             raise ConfigError(f"nvme is {nvme!r}, no room at all: give a size, or leave it out", ("nvme",))
     return DaemonConfig(
-        socket_path=None, dram_bytes=parse_size(dram), nvme_dir=nvme_dir, nvme_bytes=nvme_bytes, **settings
+        socket_path=None, dram_bytes=_read("dram", dram, SIZE), nvme_dir=nvme_dir, nvme_bytes=nvme_bytes, **given
     )
+
+
+def _read(name: str, value: Any, kind: Kind) -> Any:
+    """An argument's value, which for sizes and durations may be text. Raises ConfigError."""
+    try:
+        read = kind.read(value)
+    except ConfigError:
+        read = value
+    if kind.type in (int, float) and (isinstance(read, bool | str) or not isinstance(read, Real)):
+        raise ConfigError(f"{name} is {value!r:.80}; it must be {kind.expects}", (name,))
+    return read
 
 
 @contextlib.contextmanager
 def _named_as_arguments() -> Iterator[None]:
-    """Messages name options of ``kvstore serve``; say which argument each setting is here."""
+    """Messages name options of ``kvstore serve``; name the arguments instead."""
     try:
         yield
     except ConfigError as error:
-        names = dict.fromkeys(_OWN[name] for name in error.settings if name in _OWN)
-        if not names:
-            raise
-        raise ConfigError(f"{error} (of kvstore.open: {', '.join(names)})", error.settings) from error
+        told = _OPTION.sub(lambda found: _ARGUMENTS.get(found[0], found[0]), str(error))
+        names = dict.fromkeys(_OWN.get(name, name) for name in error.settings)
+        if unnamed := [name for name in names if not re.search(rf"\b{name}\b", told)]:
+            told += f" (of kvstore.open: {', '.join(unnamed)})"
+        raise type(error)(told, error.settings) from error
 
 
 def _nvme_bytes_default(directory: Path) -> int:

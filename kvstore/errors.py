@@ -3,6 +3,7 @@
     KVStoreError
     +-- BadInputError           the caller's fault: value, type, size, option
     |   +-- ConfigError         a setting that can't be used
+    |   |   +-- InUseError      what it names is another process's just now
     |   +-- SpecMismatchError   the same namespace name with another description
     |   +-- TraceError          a trace file that can't be read
     +-- ProtocolError           malformed, oversized or unknown bytes on the wire
@@ -38,6 +39,10 @@ class ConfigError(BadInputError):
         self.settings = settings
 
 
+class InUseError(ConfigError):
+    """A setting names a directory or an address that another process uses: later it may be free."""
+
+
 class SpecMismatchError(BadInputError):
     """A namespace name is bound to another model, spec or shard already."""
 
@@ -71,7 +76,10 @@ class SessionEndedError(EndedError):
 
 
 class DeniedError(KVStoreError):
-    """The daemon does not let this client in, or not as this tenant: no token, a wrong one, another's."""
+    """The daemon does not let this client in, or not as this tenant: no token, a wrong one, another's.
+
+    What keeps a client out altogether is raised as an UnavailableError, too, and makes misses as that does.
+    """
 
 
 class IntegrityError(KVStoreError):

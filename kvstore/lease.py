@@ -68,6 +68,9 @@ class Lease(Claim):
     """Over a family: the digest of each shard. ``ids`` are equally many blocks of each, in this order."""
     parts: tuple[HeldPart, ...] = ()
     """Of a hybrid namespace: what ``ids`` has behind the blocks."""
+    namespace: bytes = b""
+    """Its digest, unless it is over a family; ``block_bytes`` is that of a block there (of a hybrid one: part 0)."""
+    block_bytes: int = 0
 
     @property
     def n_held(self) -> int:
@@ -78,6 +81,26 @@ class Lease(Claim):
     def first_block(self) -> int:
         """The block of the prompt that the first one held is."""
         return self.n_blocks + (self.partial_tokens > 0) - self.n_held
+
+    def check_reader(self, namespace: bytes, block_bytes: int) -> None:
+        """Raises BadInputError unless who reads it takes its blocks for what they are.
+
+        ``namespace`` is the digest it has; who names none (empty) must have the size of a block right.
+        """
+        if self.shards:
+            raise BadInputError(
+                f"lease {self.id} is over a family of {len(self.shards)} shards: say which to attach to"
+            )
+        if namespace and namespace != self.namespace:
+            raise BadInputError(
+                f"lease {self.id} is over another namespace, {self.namespace.hex()}, not {namespace.hex():.40}: "
+                "attach to it through the namespace that it was taken in"
+            )
+        if not namespace and block_bytes != self.block_bytes:
+            raise BadInputError(
+                f"lease {self.id} is over blocks of {self.block_bytes} bytes, not {block_bytes}: attach to it through "
+                "the namespace that it was taken in"
+            )
 
     def ids_of(self, shard: bytes) -> NDArray[np.integer[Any]]:
         """The blocks of one shard. Raises BadInputError if the lease is not over a family with this shard."""

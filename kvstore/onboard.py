@@ -170,6 +170,7 @@ class Onboarder:
         self._loads: set[Load] = set()
         self._queued_bytes = 0
         self._bytes_per_s = _FIRST_GUESS_BYTES_PER_S
+        self._closed = False
 
     @property
     def stuck(self) -> bool:
@@ -201,7 +202,9 @@ class Onboarder:
 
     def _queue(self, tenant: str, layout: FrameLayout, wanted: list[int]) -> list[int]:
         """Queue blocks as far as there is room; returns those that are under way then."""
-        new = [] if self.stuck else [block for block in wanted if block not in self._under_way]
+        if self.stuck or self._closed:
+            return []
+        new = [block for block in wanted if block not in self._under_way]
         room = max(self._queue_bytes_max - self._queued_bytes, 0) // layout.frame_bytes
         room = room or int(not self._queued_bytes)  # one alone always may come
         if len(new) > room:
@@ -212,7 +215,7 @@ class Onboarder:
             self._under_way.update(new)
             self._queued_bytes += len(new) * layout.frame_bytes
             self._groups.append(_Group(tenant, layout, deque(new), self._clock.now_s()))
-        return [] if self.stuck else [block for block in wanted if block in self._under_way]
+        return [block for block in wanted if block in self._under_way]
 
     def end(self, load: Load) -> None:
         """The request has what it got, or waits no longer. Idempotent; the reading itself goes on."""
@@ -220,6 +223,12 @@ class Onboarder:
             self._loads.remove(load)
             self._waiters.remove(load)
             self._index.unpin(load.ids)
+
+    def close(self) -> None:
+        """Read nothing more into DRAM, for good: who waits goes on. What is on its way still comes in. Idempotent."""
+        self._closed = True
+        for group in list(self._groups):
+            self._refuse(group)
 
     # Progress ------------------------------------------------------------------------------------
 
@@ -242,8 +251,7 @@ class Onboarder:
                 self._waiters.settle(reading.ids.tolist(), LATE)
         for group in list(self._groups):
             if self.stuck or now_s - group.since_s > self._io_timeout_s:
-                self._counters.add("onboard_refused_blocks", len(group.ids))
-                self._give_up(group, REFUSED)
+                self._refuse(group)
         self.pump()
 
     def _advance(self, group: _Group) -> bool:
@@ -331,6 +339,10 @@ class Onboarder:
         self._bytes_per_s += _RATE_SHARE * (reading.n_bytes * in_parallel / took_s - self._bytes_per_s)
         self._leave(ids, reading.n_bytes)
         self.pump()
+
+    def _refuse(self, group: _Group) -> None:
+        self._counters.add("onboard_refused_blocks", len(group.ids))
+        self._give_up(group, REFUSED)
 
     def _give_up(self, group: _Group, why: str) -> None:
         """What is left of a group is not read."""

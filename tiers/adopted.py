@@ -38,6 +38,8 @@ class FormerRegion:
     mappers: frozenset[int]
     indexes: Int64s
     labels: Labels
+    inode: int = 0
+    """Of its memory file, 0 if not known."""
 
     @property
     def serves(self) -> bool:
@@ -143,7 +145,7 @@ def take_in(plan: Plan, book: RegionBook, table: SlotTable) -> FormerBlocks:
         labels.append(former.labels)
     book.start_after(plan.last_id)
     for former in (*plan.retired, *unmappable):
-        book.adopt_retired(former.id, former.size_bytes, former.mappers)
+        book.adopt_retired(former.id, former.size_bytes, former.mappers, former.inode)
     for former in (*plan.retired, *plan.dropped):
         if former.fd >= 0:
             os.close(former.fd)

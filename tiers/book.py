@@ -21,6 +21,7 @@ class _Retired:
 
     size_bytes: int
     mappers: set[int]
+    inode: int
 
 
 class RegionBook:
@@ -62,12 +63,12 @@ class RegionBook:
         for client in mappers:
             self._ledger.region_mapped(region_id, client)
 
-    def adopt_retired(self, region_id: int, size_bytes: int, mappers: frozenset[int]) -> None:
+    def adopt_retired(self, region_id: int, size_bytes: int, mappers: frozenset[int], inode: int) -> None:
         """A region that an earlier daemon, or this one at its start, gave up while clients map it."""
-        self._ledger.region_retired(region_id, size_bytes)
+        self._ledger.region_retired(region_id, size_bytes, inode)
         for client in mappers:
             self._ledger.region_mapped(region_id, client)
-        self._retired[region_id] = _Retired(size_bytes, set(mappers))
+        self._retired[region_id] = _Retired(size_bytes, set(mappers), inode)
         self._give_back_unmapped(region_id)
 
     def start_after(self, last_id: int) -> None:
@@ -144,8 +145,12 @@ class RegionBook:
 
     def is_mapped_by(self, client: int) -> bool:
         """See ``DramTier.is_mapped_by``."""
-        known = (region.mappers for region in self.regions.values())
-        return any(client in mappers for mappers in (*known, *(each.mappers for each in self._retired.values())))
+        return bool(self.mapped_by(client))
+
+    def mapped_by(self, client: int) -> dict[int, int]:
+        """See ``DramTier.mapped_by``."""
+        all_known: dict[int, Region | _Retired] = self.regions | self._retired
+        return {region_id: each.inode for region_id, each in all_known.items() if client in each.mappers}
 
     def drop_client(self, client: int) -> None:
         """Forget all mappings of a client."""
@@ -193,9 +198,9 @@ class RegionBook:
         if region.read_only:
             self._moving_bytes = max((each.size_bytes for each in self.regions.values() if each.is_stale), default=0)
         if region.mappers:
-            self._ledger.region_retired(region.id, region.size_bytes)
+            self._ledger.region_retired(region.id, region.size_bytes, region.inode)
         region.close()
-        self._retired[region.id] = _Retired(region.size_bytes, region.mappers)
+        self._retired[region.id] = _Retired(region.size_bytes, region.mappers, region.inode)
         self._give_back_unmapped(region.id)
 
     def retire_empty(self, keep_for: tuple[int, str, int], limit_bytes: int | None) -> list[int]:

@@ -258,6 +258,10 @@ class DramTier:
         """Whether a client may have regions mapped, retired ones included."""
         return self._book.is_mapped_by(client)
 
+    def mapped_by(self, client: int) -> dict[int, int]:
+        """The regions that a client may have mapped, retired ones included, each with its inode; 0 if not known."""
+        return self._book.mapped_by(client)
+
     def drop_client(self, client: int) -> None:
         """A client is gone with all its mappings; the regions that it wrote become orphans."""
         self.writer_gone(client)

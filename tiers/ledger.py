@@ -23,7 +23,7 @@ class Ledger(Protocol):
         """A client does not map these any more."""
         ...
 
-    def region_retired(self, region_id: int, size_bytes: int) -> None:
+    def region_retired(self, region_id: int, size_bytes: int, inode: int) -> None:
         """It is empty and gone but for those who map it. Its descriptor is about to be closed."""
         ...
 
@@ -44,7 +44,7 @@ class NoLedger:
     def regions_unmapped(self, region_ids: Collection[int], client: int) -> None:
         pass
 
-    def region_retired(self, region_id: int, size_bytes: int) -> None:
+    def region_retired(self, region_id: int, size_bytes: int, inode: int) -> None:
         pass
 
     def region_gone(self, region_id: int) -> None:

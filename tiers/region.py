@@ -45,6 +45,8 @@ class Region:
         self.populated_bytes = 0
         self.fd = memfd.create("kvstore-region", size_bytes) if adopted_fd is None else adopted_fd
         self._array: NDArray[np.uint8] | None = None
+        self.inode = os.fstat(self.fd).st_ino
+        """What the kernel calls its memory, in ``/proc/<pid>/maps`` for one."""
         try:
             self._mapping: Mapping | None = Mapping(self.fd, size_bytes, writable=not self.read_only, inherit=False)
             if self.read_only:

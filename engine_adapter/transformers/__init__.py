@@ -4,10 +4,13 @@
     output = model.generate(input_ids, past_key_values=cache)
     cache.save()
 
-Needs torch and transformers: ``pip install kvstored[transformers]``.
+Needs torch and transformers: ``pip install '.[transformers]'`` in a checkout.
 """
 
-from kvstore.engine_adapter.transformers.cache import COUNTERS, KVStoreCache
-from kvstore.engine_adapter.transformers.identity import namespace_of
+from kvstore.engine_adapter.needs import needs
+
+with needs(__name__, ("torch", "transformers"), "pip install '.[transformers]' in a checkout of kvstored"):
+    from kvstore.engine_adapter.transformers.cache import COUNTERS, KVStoreCache
+    from kvstore.engine_adapter.transformers.identity import namespace_of
 
 __all__ = ["COUNTERS", "KVStoreCache", "namespace_of"]

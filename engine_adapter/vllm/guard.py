@@ -31,7 +31,7 @@ class Guard:
         self._told.add(kind)
         trace = "".join(traceback.format_exception(error))
         logger.error(
-            "kvstore: %s failed; the engine goes on without what it would have found (said once)\n%s", *(what, trace)
+            "kvstore: %s failed; the engine goes on without what it would have found (said once)\n%s", what, trace
         )
 
     def say_once(self, what: str, message: str) -> None:

@@ -13,8 +13,10 @@ from rich.table import Table
 
 from kvstore.cli.params import json_option
 from kvstore.cli.settings import check_for_serving, load_settings, setting_options
+from kvstore.config import DaemonConfig
 from kvstore.config.example import example_toml, in_force, reference_markdown
 from kvstore.config.file import read_document
+from kvstore.config.here import check_here
 from kvstore.config.layers import Layered, layered
 from kvstore.errors import BadInputError
 
@@ -45,7 +47,7 @@ def config_command(
     if example or reference:
         click.echo(example_toml() if example else reference_markdown())
     elif checked is not None:
-        found = layered(read_document(checked), {}, {}, check_for_serving)
+        found = layered(read_document(checked), {}, {}, _check_for_this_machine)
         n_set = sum(origin.layer == "file" for origin in found.origins)
         if as_json:
             click.echo(json.dumps({"file": str(checked), "ok": True, "settings": n_set}))
@@ -53,6 +55,11 @@ def config_command(
             click.echo(f"{checked} is right: {n_set} settings")
     else:
         _show(load_settings(file, options), as_json)
+
+
+def _check_for_this_machine(config: DaemonConfig) -> None:
+    check_for_serving(config)
+    check_here(config)
 
 
 def _show(found: Layered, as_json: bool) -> None:
@@ -64,5 +71,5 @@ def _show(found: Layered, as_json: bool) -> None:
     for column in table.columns:
         column.overflow = "fold"
     for row in rows:
-        table.add_row(*(escape(str(row[name])) for name in ("name", "written", "from")))
+        table.add_row(*(escape(str(row[name])) for name in ("name", "effective", "from")))
     Console().print(table)

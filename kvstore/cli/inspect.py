@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvstore.cli.inspect_disk import directory, frame
-from kvstore.cli.params import json_option, socket_option, timeout_option
+from kvstore.cli.params import DaemonPlace, json_option, place_options, timeout_option
 from kvstore.cli.selecting import (
     Selection,
     all_tenants_option,
@@ -24,13 +24,14 @@ from kvstore.cli.selecting import (
     title,
 )
 from kvstore.cli.token_files import read_prompt
-from kvstore.client import Client
 from kvstore.client.admin import Claims, Inspection, NamespaceInfo
 from kvstore.config import format_size
 from kvstore.types import Root
 
 ROWS_MAX = 40
 """Blocks of a prompt shown as a table; JSON has them all."""
+NARROW_COLUMNS = 110
+"""A terminal with fewer shows less of each namespace."""
 
 
 @click.group("inspect", short_help="Show what a daemon or a directory holds.")
@@ -43,47 +44,33 @@ inspect_command.add_command(frame)
 
 
 @inspect_command.command()
-@socket_option
+@place_options
 @tenant_option
 @all_tenants_option
 @namespace_options
 @timeout_option
 @json_option
 def namespaces(
-    socket_path: Path, tenant: str, all_tenants: bool, timeout_s: float, as_json: bool, **selected: Any
+    place: DaemonPlace, tenant: str, all_tenants: bool, timeout_s: float, as_json: bool, **selected: Any
 ) -> None:
     """List namespaces: what they are, blocks and bytes in each tier, hits, and since when they are idle."""
-    with Client(socket_path, tenant, timeout_s) as client:
+    with place.client(tenant, timeout_s) as client:
         found = client.namespaces(**Selection(**selected).as_dict(), all_tenants=all_tenants)
     if as_json:
         click.echo(json.dumps([namespace_dict(each) for each in found], indent=2))
         return
-    table = Table("digest", "model@revision (names)", "tenant", "blocks", "DRAM", "NVMe", "in use", "found", "idle")
-    table.columns[0].no_wrap = True
-    for each in found:
-        table.add_row(
-            each.digest.hex()[:12],
-            escape(title(each) + (f" ({', '.join(each.names)})" if each.names else "")),
-            escape(each.namespace.tenant if each.namespace else "?"),
-            f"{each.n_blocks:,}",
-            format_size(each.dram_bytes),
-            format_size(each.nvme_bytes),
-            f"{each.n_pinned_blocks:,}",
-            f"{each.n_hit_blocks / each.n_lookup_blocks:.1%}" if each.n_lookup_blocks else "-",
-            "-" if each.idle_s is None else f"{each.idle_s:,.0f} s",
-        )
-    Console().print(table)
+    _print_namespaces(found)
 
 
 @inspect_command.command()
-@socket_option
+@place_options
 @tenant_option
 @namespace_options
 @timeout_option
 @json_option
-def namespace(socket_path: Path, tenant: str, timeout_s: float, as_json: bool, **selected: Any) -> None:
+def namespace(place: DaemonPlace, tenant: str, timeout_s: float, as_json: bool, **selected: Any) -> None:
     """Show the description of one namespace, and what it holds."""
-    with Client(socket_path, tenant, timeout_s) as client:
+    with place.client(tenant, timeout_s) as client:
         plain = namespace_dict(the_namespace(client, Selection(**selected)))
     if as_json:
         click.echo(json.dumps(plain, indent=2))
@@ -99,7 +86,7 @@ def namespace(socket_path: Path, tenant: str, timeout_s: float, as_json: bool, *
 @click.option("--number", type=click.IntRange(0), default=0, show_default=True, help="Which prompt of the file.")
 @click.option("--salt", default="", help="The prompt's cache salt.")
 @click.option("--lora", default="", help="The prompt's LoRA identity.")
-@socket_option
+@place_options
 @tenant_option
 @namespace_options
 @timeout_option
@@ -109,7 +96,7 @@ def prompt(
     number: int,
     salt: str,
     lora: str,
-    socket_path: Path,
+    place: DaemonPlace,
     tenant: str,
     timeout_s: float,
     as_json: bool,
@@ -120,7 +107,7 @@ def prompt(
     TOKENS is a file: .jsonl (a list of token ids per line), .npy, or raw little-endian uint32.
     """
     ids = read_prompt(tokens, number)
-    with Client(socket_path, tenant, timeout_s) as client:
+    with place.client(tenant, timeout_s) as client:
         handle = opened(client, the_namespace(client, Selection(**selected)))
         seen = handle.inspect(ids, root=Root(salt, lora))
     if as_json:
@@ -130,14 +117,14 @@ def prompt(
 
 
 @inspect_command.command()
-@socket_option
+@place_options
 @tenant_option
 @all_tenants_option
 @timeout_option
 @json_option
-def claims(socket_path: Path, tenant: str, all_tenants: bool, timeout_s: float, as_json: bool) -> None:
+def claims(place: DaemonPlace, tenant: str, all_tenants: bool, timeout_s: float, as_json: bool) -> None:
     """List who is connected, and their leases, reservations and pins."""
-    with Client(socket_path, tenant, timeout_s, name="kvstore inspect") as client:
+    with place.client(tenant, timeout_s, name="kvstore inspect") as client:
         found = client.claims(all_tenants=all_tenants)
     if as_json:
         click.echo(json.dumps(asdict(found), indent=2))
@@ -207,6 +194,37 @@ def _print_inspection(seen: Inspection, n_tokens: int) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _print_namespaces(found: list[NamespaceInfo]) -> None:
+    """Whatever the width, which namespace a row is about can be read."""
+    console = Console()
+    narrow = console.width < NARROW_COLUMNS
+    table = Table("digest", "model@revision shard (names)", "tenant", "blocks", "DRAM", "NVMe")
+    for name in () if narrow else ("in use", "found", "idle"):
+        table.add_column(name)
+    for column in table.columns:
+        column.no_wrap = True
+    for column in table.columns[1:3]:
+        column.no_wrap, column.overflow = False, "fold"
+    for each in found:
+        use = (
+            f"{each.n_pinned_blocks:,}",
+            f"{each.n_hit_blocks / each.n_lookup_blocks:.1%}" if each.n_lookup_blocks else "-",
+            "-" if each.idle_s is None else f"{each.idle_s:,.0f} s",
+        )
+        table.add_row(
+            each.digest.hex()[:12],
+            escape(title(each) + (f" ({', '.join(each.names)})" if each.names else "")),
+            escape(each.namespace.tenant if each.namespace else "?"),
+            f"{each.n_blocks:,}",
+            format_size(each.dram_bytes),
+            format_size(each.nvme_bytes),
+            *(() if narrow else use),
+        )
+    console.print(table)
+    if narrow:
+        console.print(f"what is in use, found and idle: --json, or {NARROW_COLUMNS} columns", highlight=False)
 
 
 def _print_claims(found: Claims) -> None:

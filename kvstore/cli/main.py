@@ -1,6 +1,7 @@
 """The ``kvstore`` command.
 
-Exit codes: 0 done; 1 the daemon can't be reached or failed; 2 wrong input; 3 wrong bytes; 130 interrupted.
+Exit codes: 0 done; 1 the daemon can't be reached or failed, or what it needs is in use elsewhere; 2 wrong input;
+3 wrong bytes; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NoReturn
 import click
 
 from kvstore import __version__
-from kvstore.errors import BadInputError, IntegrityError, KVStoreError
+from kvstore.errors import BadInputError, IntegrityError, InUseError, KVStoreError
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_WRONG_BYTES, EXIT_INTERRUPTED = 1, 2, 3, 130
 
@@ -93,6 +94,8 @@ def _run(arguments: list[str], command: click.Command = cli, name: str = "kvstor
         return 0
     except IntegrityError as error:
         return _complain(error, EXIT_WRONG_BYTES)
+    except InUseError as error:
+        return _complain(error, EXIT_FAILED)
     except BadInputError as error:
         return _complain(error, EXIT_BAD_INPUT)
     except KVStoreError as error:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
-from kvstore.config import default_socket_path, parse_size
+from kvstore.client import Client
+from kvstore.client.remote.shown import CERTIFICATE_VARIABLE, KEY_VARIABLE, ROOTS_VARIABLE, TOKEN_FILE_VARIABLE, Shown
+from kvstore.client.remote.target import is_remote
+from kvstore.config import default_address, parse_size
 from kvstore.config.file import default_places, file_in_force, socket_of
 from kvstore.config.paths import SOCKET_VARIABLE
 from kvstore.errors import ConfigError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class SizeType(click.ParamType[int]):
@@ -29,21 +37,81 @@ class SizeType(click.ParamType[int]):
 SIZE = SizeType()
 
 
-def daemon_socket() -> Path:
+@dataclass(frozen=True, slots=True)
+class DaemonPlace:
+    """Where a command finds its daemon, as it was told. ``str`` of it is the address."""
+
+    address: str
+    token_file: str | None = None
+    root_certificates: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+
+    def __str__(self) -> str:
+        return self.address
+
+    def client(self, tenant: str = "default", timeout_s: float = 2.0, *, name: str = "") -> Client:
+        """A client of the daemon there. Raises what ``Client`` does, and BadInputError for files that can't be used.
+
+        Variables say what to show a daemon over gRPC, if options don't.
+        """
+        environment = os.environ if is_remote(self.address) else {}
+        shown = Shown.of(environment, self.token_file, self.root_certificates, self.certificate, self.key)
+        return Client(
+            self.address, tenant, timeout_s, name=name, token=shown.token,
+            root_certificates=shown.root_certificates, client_certificate=shown.client_certificate,
+        )  # fmt: skip
+
+
+def daemon_address() -> str:
     """Where to look for the daemon: ``$KVSTORE_SOCKET``, else what its file of settings says, else its default."""
     if SOCKET_VARIABLE in os.environ:
-        return default_socket_path()
-    return socket_of(file_in_force(None, os.environ, default_places(os.environ))) or default_socket_path()
+        return default_address()
+    return str(socket_of(file_in_force(None, os.environ, default_places(os.environ))) or default_address())
+
+
+_SOCKET_DEFAULT: dict[str, Any] = {
+    "default": daemon_address,
+    "show_default": "$KVSTORE_SOCKET, the file of settings, or the run-time directory",
+}
+_FILE = click.Path(dir_okay=False)
+_PLACE_OPTIONS = (
+    click.option(
+        "--socket", "address", type=_FILE, **_SOCKET_DEFAULT,
+        help="Unix socket of the daemon, or its gRPC address: grpcs://host:port, grpc+unix:/path.",
+    ),
+    click.option("--token-file", type=_FILE, help=f"For gRPC: file with the token.  [default: ${TOKEN_FILE_VARIABLE}]"),
+    click.option(
+        "--root-certificates", type=_FILE,
+        help=f"For gRPC: whom to trust, PEM.  [default: ${ROOTS_VARIABLE}, or gRPC's]",
+    ),
+    click.option(
+        "--client-certificate", "certificate", type=_FILE,
+        help=f"For gRPC: certificate to show, PEM.  [default: ${CERTIFICATE_VARIABLE}]",
+    ),
+    click.option("--client-key", "key", type=_FILE, help=f"For gRPC: its key, PEM.  [default: ${KEY_VARIABLE}]"),
+)  # fmt: skip
+
+
+def place_options(command: Command) -> Command:
+    """Options that say where the daemon is; the command gets them as ``place``, a ``DaemonPlace``."""
+
+    @functools.wraps(command)
+    def placed(**arguments: Any) -> Any:
+        own = {name: arguments.pop(name) for name in DaemonPlace.__dataclass_fields__}
+        return command(place=DaemonPlace(**own), **arguments)
+
+    decorated: Any = placed
+    for option in reversed(_PLACE_OPTIONS):
+        decorated = option(decorated)
+    result: Command = decorated
+    return result
 
 
 socket_option = click.option(
-    "--socket",
-    "socket_path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=daemon_socket,
-    show_default="$KVSTORE_SOCKET, the file of settings, or the run-time directory",
+    "--socket", "socket_path", type=click.Path(path_type=Path, dir_okay=False), **_SOCKET_DEFAULT,
     help="Unix socket of the daemon.",
-)
+)  # fmt: skip
 timeout_option = click.option(
     "--timeout",
     "timeout_s",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 from rich.console import Console
@@ -13,18 +12,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from kvstore.client import Client
+from kvstore.cli.params import DaemonPlace
 from kvstore.client.admin import Verified
 from kvstore.config import format_size
 from kvstore.errors import IntegrityError, UnavailableError
 
 
-def verify_daemon(socket_path: Path, timeout_s: float, *, as_json: bool) -> None:
+def verify_daemon(place: DaemonPlace, timeout_s: float, *, as_json: bool) -> None:
     """Have everything checked, and print what was found. Raises IntegrityError if anything was."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with (
-        Client(socket_path, timeout_s=timeout_s, name="kvstore verify") as client,
+        place.client(timeout_s=timeout_s, name="kvstore verify") as client,
         RichProgress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar,
     ):
         task = bar.add_task("checking blocks", total=None)

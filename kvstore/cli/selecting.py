@@ -68,10 +68,16 @@ def the_namespace(client: Client, selection: Selection) -> NamespaceInfo:
     if len(found) == 1:
         return found[0]
     if not found:
-        known = client.namespaces()
-        fit = "no namespace fits" if not selection.is_empty else "the daemon knows no namespace of this tenant"
-        raise BadInputError(f"{fit}; it knows {_listed(known)}" if known else fit)
-    raise BadInputError(f"{len(found)} namespaces fit, say which (--digest, --name, --model): {_listed(found)}")
+        raise nothing_fits(client)
+    raise BadInputError(f"{len(found)} namespaces fit, say which (--digest, --name, --model): {listed(found)}")
+
+
+def nothing_fits(client: Client, *, all_tenants: bool = False) -> BadInputError:
+    """The error for a selection that no namespace fits; says which there are."""
+    known = client.namespaces(all_tenants=all_tenants)
+    if not known:
+        return BadInputError(f"the daemon knows no namespace{'' if all_tenants else ' of this tenant'}")
+    return BadInputError(f"no namespace fits; it knows {listed(known)}")
 
 
 def opened(client: Client, info: NamespaceInfo) -> Handle:
@@ -84,13 +90,17 @@ def opened(client: Client, info: NamespaceInfo) -> Handle:
 
 
 def title(info: NamespaceInfo) -> str:
-    """A namespace in a few words."""
+    """A namespace in a few words: its model and revision, and its shard where there are several."""
     if info.namespace is None:
         return "(not described)"
     revision = f"@{info.namespace.revision}" if info.namespace.revision else ""
-    return f"{info.namespace.model}{revision}"
+    shard = info.namespace.shard
+    axes = (("tp", shard.tp_rank, shard.tp_size), ("pp", shard.pp_rank, shard.pp_size))
+    ranks = "".join(f" {axis} {rank}/{size}" for axis, rank, size in axes if size > 1)
+    return f"{info.namespace.model}{revision}{ranks}"
 
 
-def _listed(found: list[NamespaceInfo]) -> str:
+def listed(found: list[NamespaceInfo]) -> str:
+    """Namespaces in a message: what their digests begin with, and their titles."""
     more = f" and {len(found) - LISTED_MAX} more" if len(found) > LISTED_MAX else ""
     return ", ".join(f"{each.digest.hex()[:12]} {title(each)}" for each in found[:LISTED_MAX]) + more

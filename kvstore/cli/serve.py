@@ -101,7 +101,7 @@ def _calm_the_collector() -> None:
 def _announce(daemon: Daemon, config: DaemonConfig) -> None:
     """Say what is served: to people in a line of its own, whatever the level of the log; to machines in the log."""
     words = (
-        f"kvstored {__version__}: {format_size(config.dram_bytes)} DRAM, {_nvme_words(daemon, config)}"
+        f"kvstored {__version__}: {_dram_words(daemon, config)}, {_nvme_words(daemon, config)}"
         f"policy {config.policy}, serving {config.socket_path}"
     )
     kind = kept_in_memory(config.nvme_dir) if config.nvme_dir is not None else ""
@@ -118,12 +118,19 @@ def _announce(daemon: Daemon, config: DaemonConfig) -> None:
         extra=about(
             "serving", version=__version__, socket=str(config.socket_path), dram_bytes=config.dram_bytes,
             nvme_dir=str(config.nvme_dir or ""), nvme_bytes=config.nvme_bytes, policy=config.policy,
+            taken_over_blocks=int(daemon.store.stats()[0]["taken_over_blocks"]),
             metrics=config.metrics.listen,
             metrics_port=daemon.monitor.http.port if daemon.monitor.http is not None else 0, grpc=config.grpc.listen,
         ),
     )  # fmt: skip
     if kind:
         log.warning("%s", warning, extra=about("nvme_in_memory", directory=str(config.nvme_dir), file_system=kind))
+
+
+def _dram_words(daemon: Daemon, config: DaemonConfig) -> str:
+    n_taken_over = int(daemon.store.stats()[0]["taken_over_blocks"])
+    taken_over = f" ({n_taken_over:,} blocks taken over)" if config.holder_path is not None else ""
+    return f"{format_size(config.dram_bytes)} DRAM{taken_over}"
 
 
 def _nvme_words(daemon: Daemon, config: DaemonConfig) -> str:

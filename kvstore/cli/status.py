@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvstore.cli.params import json_option, socket_option, timeout_option
-from kvstore.client import Client
+from kvstore.cli.params import DaemonPlace, json_option, place_options, timeout_option
 from kvstore.config import format_size
 
 GROUPS = (
@@ -30,19 +28,19 @@ Group = tuple[str, list[tuple[str, str]]]
 
 
 @click.command(short_help="Show how a running daemon is doing.")
-@socket_option
+@place_options
 @click.option("--all", "show_all", is_flag=True, help="All counters and gauges, by the names they have in JSON.")
 @json_option
 @timeout_option
-def status(socket_path: Path, show_all: bool, as_json: bool, timeout_s: float) -> None:
+def status(place: DaemonPlace, show_all: bool, as_json: bool, timeout_s: float) -> None:
     """Show how a running daemon is doing: a summary, or with --all or --json everything it counts."""
-    with Client(socket_path, timeout_s=timeout_s) as client:
+    with place.client(timeout_s=timeout_s) as client:
         stats = client.stats()
     stats |= hit_ratios(stats)
     if as_json:
         click.echo(json.dumps(dict(sorted(stats.items())), indent=2))
         return
-    table = Table("what", "value", title=f"kvstored at {socket_path}")
+    table = Table("what", "value", title=f"kvstored at {place}")
     for column, justify in zip(table.columns, ("left", "right"), strict=True):
         column.justify, column.overflow = justify, "fold"  # type: ignore[assignment]
     for title, lines in grouped(stats) if show_all else summary(stats):

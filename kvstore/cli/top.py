@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
@@ -17,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvstore.cli.inspect import namespace_dict
-from kvstore.cli.params import socket_option, timeout_option
+from kvstore.cli.params import DaemonPlace, place_options, timeout_option
 from kvstore.cli.selecting import all_tenants_option, tenant_option, title
 from kvstore.client import Client
 from kvstore.client.admin import NamespaceInfo
@@ -74,15 +73,15 @@ class Look:
 )
 @click.option("--once", is_flag=True, help="End after one interval.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per interval, each on its line.")
-@socket_option
+@place_options
 @tenant_option
 @all_tenants_option
 @timeout_option
 def top(
-    interval_s: float, once: bool, as_json: bool, socket_path: Path, tenant: str, all_tenants: bool, timeout_s: float
+    interval_s: float, once: bool, as_json: bool, place: DaemonPlace, tenant: str, all_tenants: bool, timeout_s: float
 ) -> None:
     """Show how busy a running daemon is, until Ctrl-C: rates, how full its tiers are, what waits, its namespaces."""
-    with Client(socket_path, tenant, timeout_s, name="kvstore top") as client:
+    with place.client(tenant, timeout_s, name="kvstore top") as client:
         pairs = looks(lambda: Look.at(client, all_tenants=all_tenants), interval_s)
         if as_json or once:
             for before, now in pairs:

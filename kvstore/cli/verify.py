@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from kvstore.cli.params import json_option, socket_option, timeout_option
+from kvstore.cli.params import DaemonPlace, json_option, place_options, timeout_option
 from kvstore.compression.frame import inspect, verify_frame
 from kvstore.config import format_size
 from kvstore.errors import BadInputError, IntegrityError, UnavailableError
@@ -30,11 +30,11 @@ FRAMES_SHOWN_MAX = 20
 @click.argument("directory", required=False, type=click.Path(path_type=Path, file_okay=False))
 @click.option("--repair", is_flag=True, help="Have the catalog name intact frames only. Changes no frame.")
 @click.option("--connect", is_flag=True, help="Check a running daemon instead: its tables, and its frames on NVMe.")
-@socket_option
+@place_options
 @timeout_option
 @json_option
 def verify(
-    directory: Path | None, repair: bool, connect: bool, socket_path: Path, timeout_s: float, as_json: bool
+    directory: Path | None, repair: bool, connect: bool, place: DaemonPlace, timeout_s: float, as_json: bool
 ) -> None:
     """Read every frame in DIRECTORY, which no daemon may have open, and compare it with its checksums and its name.
 
@@ -48,7 +48,7 @@ def verify(
 
         if repair:
             raise BadInputError("--repair is for a directory; a running daemon drops bad frames by itself")
-        verify_daemon(socket_path, timeout_s, as_json=as_json)
+        verify_daemon(place, timeout_s, as_json=as_json)
         return
     with progress_of_bytes("reading frames") as progress:
         try:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import platform
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import click
 
 from kvstore import __version__
-from kvstore.cli.params import json_option, socket_option, timeout_option
-from kvstore.client import Client
+from kvstore.cli.params import DaemonPlace, json_option, place_options, timeout_option
 from kvstore.errors import KVStoreError
 from kvstore.native import backend
 from kvstore.wire.framing import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN
@@ -22,12 +20,12 @@ LIBRARIES = ("numpy", "protobuf", "lmdb", "xxhash", "click", "rich", "grpcio", "
 
 
 @click.command(short_help="Show versions: of this program, the daemon, libraries.")
-@socket_option
+@place_options
 @timeout_option
 @json_option
-def version(socket_path: Path, timeout_s: float, as_json: bool) -> None:
+def version(place: DaemonPlace, timeout_s: float, as_json: bool) -> None:
     """Show the versions of this program, of the daemon if one answers, and of the libraries in use."""
-    found = versions(socket_path, timeout_s)
+    found = versions(place, timeout_s)
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
@@ -40,11 +38,11 @@ def version(socket_path: Path, timeout_s: float, as_json: bool) -> None:
         click.echo(f"        {name} {number or 'not installed'}")
 
 
-def versions(socket_path: Path, timeout_s: float) -> dict[str, Any]:
+def versions(place: DaemonPlace, timeout_s: float) -> dict[str, Any]:
     """Everything the command shows. Asks the daemon, for ``timeout_s`` at most; that there is none is no error."""
     daemon = {"version": "", "error": ""}
     try:
-        with Client(socket_path, timeout_s=timeout_s) as client:
+        with place.client(timeout_s=timeout_s) as client:
             daemon["version"] = client.server_version
     except KVStoreError as error:
         daemon["error"] = str(error)

@@ -18,10 +18,10 @@ from rich.table import Table
 from kvstore.bench import workload
 from kvstore.bench.report import progress_bar
 from kvstore.bench.trace import load_trace
-from kvstore.cli.params import SIZE, json_option, socket_option, timeout_option
+from kvstore.cli.params import SIZE, DaemonPlace, json_option, place_options, timeout_option
 from kvstore.cli.selecting import Handle, Selection, namespace_options, opened, tenant_option, the_namespace
 from kvstore.cli.token_files import read_prompts
-from kvstore.client import Client, Prefetch
+from kvstore.client import Prefetch
 from kvstore.errors import BadInputError, UnavailableError
 from kvstore.types import Root
 
@@ -87,7 +87,7 @@ class Pace:
     help="Seconds to wait for each prompt; 0 = only start reading.",
 )
 @click.option("--rate", "bytes_per_s", type=SIZE, default="0", show_default="no limit", help="Bytes a second at most.")
-@socket_option
+@place_options
 @tenant_option
 @namespace_options
 @timeout_option
@@ -100,7 +100,7 @@ def warm(
     lora: str,
     wait_s: float,
     bytes_per_s: int,
-    socket_path: Path,
+    place: DaemonPlace,
     tenant: str,
     timeout_s: float,
     as_json: bool,
@@ -112,7 +112,7 @@ def warm(
     daemon knows several namespaces say which. DRAM must have room: later prompts take it from earlier ones.
     """
     prompts, n_prompts = _prompts(file, limit, is_trace=is_trace)
-    with Client(socket_path, tenant, timeout_s, name="kvstore warm") as client:
+    with place.client(tenant, timeout_s, name="kvstore warm") as client:
         handle = opened(client, the_namespace(client, Selection(**selected)))
         with progress_bar("warming", n_prompts) as progress:
             done = warmed(handle, prompts, Root(salt, lora), wait_s, Pace(bytes_per_s), progress)

@@ -8,14 +8,12 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
 
-from kvstore.cli.params import socket_option, timeout_option
+from kvstore.cli.params import DaemonPlace, place_options, timeout_option
 from kvstore.cli.selecting import all_tenants_option, tenant_option
-from kvstore.client import Client
 from kvstore.client.watching import POLL_S, BlockEvent, EventsLost, Watch
 
 
@@ -23,7 +21,7 @@ from kvstore.client.watching import POLL_S, BlockEvent, EventsLost, Watch
 @click.option("--after", "after_seq", type=click.IntRange(0), help="Go on behind this number.  [default: now]")
 @click.option("--count", type=click.IntRange(1), help="End after so many lines.")
 @click.option("--for", "for_s", type=click.FloatRange(0), help="End after so many seconds.")
-@socket_option
+@place_options
 @tenant_option
 @all_tenants_option
 @timeout_option
@@ -31,7 +29,7 @@ def watch(
     after_seq: int | None,
     count: int | None,
     for_s: float | None,
-    socket_path: Path,
+    place: DaemonPlace,
     tenant: str,
     all_tenants: bool,
     timeout_s: float,
@@ -40,7 +38,7 @@ def watch(
 
     A line with "kind": "lost" says how many events are missing there (null: nobody counted them).
     """
-    with Client(socket_path, tenant, timeout_s, name="kvstore watch") as client:
+    with place.client(tenant, timeout_s, name="kvstore watch") as client:
         events = client.watch(after_seq, all_tenants=all_tenants)
         for event in itertools.islice(_until(events, for_s), count):
             click.echo(json.dumps(event_dict(event)))

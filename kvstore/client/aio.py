@@ -279,7 +279,8 @@ class AsyncClient(Side[Client]):
                 ...
 
     Every call has the arguments, results and errors of the blocking one. When an ``await`` is cancelled, what the
-    call brings later is given back: a lease is released, a reservation aborted, a pin taken out.
+    call brings later is given back: a lease is released, a reservation aborted, a pin taken out. It returns when
+    nothing is copied from or to the caller's arrays any more, and a put stores no bytes of afterwards.
     """
 
     @_arguments_of(Client)

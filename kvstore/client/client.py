@@ -7,7 +7,6 @@ BadInputError.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -23,12 +22,13 @@ from kvstore.client.hybrid import HybridHandle
 from kvstore.client.lease import Lease
 from kvstore.client.link import Link
 from kvstore.client.namespace import NamespaceHandle, Stored
-from kvstore.client.prompts import count
+from kvstore.client.prompts import count, seconds
 from kvstore.client.remote import remote_link
+from kvstore.client.remote.shown import Shown
 from kvstore.client.remote.target import Pem, is_remote
 from kvstore.client.session import Session
-from kvstore.config import default_socket_path
-from kvstore.errors import BadInputError, UnavailableError
+from kvstore.config import default_address
+from kvstore.errors import BadInputError, DeniedError, UnavailableError
 from kvstore.hybrid import parts_of
 from kvstore.types import Namespace
 from kvstore.wire import kvstore_pb2 as pb
@@ -38,15 +38,15 @@ from kvstore.wire.framing import Method
 class Client(AdminCalls):
     """A connection to a daemon. Usable from several threads; a context manager.
 
-    ``address`` is the path of its Unix socket on this machine (by default the usual one), or says where it serves
-    gRPC: ``grpcs://host:port`` or ``grpc+unix:/path``. Over gRPC blocks are copied instead of mapped, when they are
-    looked at. ``token`` is what the daemon lets this client in with; ``root_certificates`` (PEM, a path or bytes; by
-    default those of gRPC) are whom it trusts, ``client_certificate`` (certificate, key) what it shows. Raises
-    DeniedError if the daemon does not let it in.
+    ``address`` is the path of its Unix socket on this machine (by default ``$KVSTORE_SOCKET``, else the usual one), or
+    says where it serves gRPC: ``grpcs://host:port`` or ``grpc+unix:/path``. Over gRPC blocks are copied instead of
+    mapped, when they are looked at. ``token`` is what the daemon lets this client in with; ``root_certificates`` (PEM,
+    a path or bytes; by default those of gRPC) are whom it trusts, ``client_certificate`` (certificate, key) what it
+    shows.
 
     ``timeout_s`` bounds every call; those that wait for a slower tier may take so much longer as they may wait.
-    With ``required=False`` a daemon that is down at the start is no error:
-    everything is a miss until it comes up. Raises UnavailableError otherwise. A forked child connects anew
+    With ``required=False`` a daemon that is down at the start, or does not let this client in, is no error:
+    everything is a miss until it does. Otherwise raises UnavailableError, or DeniedError. A forked child connects anew
     on its first call, over the Unix socket: gRPC does not survive a fork.
     """
 
@@ -63,12 +63,17 @@ class Client(AdminCalls):
         client_certificate: tuple[Pem, Pem] | None = None,
     ) -> None:
         Namespace.check_tenant(tenant)
-        if not 0 < timeout_s < 86400:
+        if not 0 < seconds("timeout_s", timeout_s) < 86400:
             raise BadInputError(f"timeout_s is {timeout_s!r}; it must be a positive number of seconds")
         self.tenant = tenant
         client_name = name or Path(sys.argv[0] or "python").name
+        self._required = required
         link = link_to(address, token, root_certificates, client_certificate)
         self._session = Session(link, tenant, client_name, timeout_s, required=required)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._session.closed else "healthy" if self.healthy else "not healthy"
+        return f"<{type(self).__name__} of {self._session}, tenant {self.tenant!r}, {state}>"
 
     def __enter__(self) -> Self:
         return self
@@ -106,23 +111,22 @@ class Client(AdminCalls):
         """Use a namespace. ``name``, optional, is bound to this description within the tenant.
 
         ``store="prompt"``: what is put with ``n_prompt_tokens`` is stored only as far as no token was generated.
-        Raises SpecMismatchError, naming the fields, if the name stands for another one. If the daemon is
-        unreachable the namespace is opened with the first call that reaches it.
+        Raises SpecMismatchError, naming the fields, if the name stands for another one, and DeniedError if the
+        daemon does not let this client in any more and it was made with ``required``. If the daemon is unreachable
+        the namespace is opened with the first call that reaches it.
         """
         self._check_namespace(namespace)
         if parts_of(namespace.spec):
             raise BadInputError("the spec is hybrid: its groups are stored each by itself, use open_hybrid")
         handle = NamespaceHandle(self._session, namespace, name, store)
-        with contextlib.suppress(UnavailableError):
-            handle.ensure_open()
+        self._open_now(handle)
         return handle
 
     def open_hybrid(self, namespace: Namespace, name: str = "", *, store: Stored = "all") -> HybridHandle:
         """As ``open``, for a spec with sliding or state groups besides others: each group is stored by itself."""
         self._check_namespace(namespace)
         handle = HybridHandle(self._session, namespace, name, store)
-        with contextlib.suppress(UnavailableError):
-            handle.ensure_open()
+        self._open_now(handle)
         return handle
 
     def open_family(self, namespaces: Sequence[Namespace]) -> FamilyHandle:
@@ -134,19 +138,37 @@ class Client(AdminCalls):
         must_be_family(namespaces)
         return FamilyHandle(self._session, [self.open(namespace) for namespace in namespaces])
 
-    def attach(self, lease_id: int, block_bytes: int = 0, *, shard: Namespace | None = None) -> Lease:
+    def attach(
+        self,
+        lease_id: int,
+        block_bytes: int = 0,
+        *,
+        namespace: Namespace | None = None,
+        shard: Namespace | None = None,
+    ) -> Lease:
         """Read through a lease that another client of this tenant took. Raises EndedError if it has ended.
 
-        Of a lease over a family it gives the blocks of one ``shard``, and maps no others; else ``block_bytes`` says
-        how large a block is. Both clients must release; the blocks stay until both have.
+        ``namespace`` is the one it was taken in. Of a lease over a family it gives the blocks of one ``shard``, and
+        maps no others. Raises BadInputError if the lease is over something else. Who knows only how large a block is
+        gives ``block_bytes``: that much is checked. Both clients must release; the blocks stay until both have.
         """
-        if (shard is None) == (block_bytes == 0):
-            raise BadInputError("give block_bytes, or for a lease over a family the shard's namespace, and not both")
+        if [namespace is not None, shard is not None, block_bytes != 0].count(True) != 1:
+            raise BadInputError("give block_bytes, or the namespace, or of a lease over a family that of one shard")
         request = pb.AttachLeaseRequest(lease_id=count("lease_id", lease_id, 1 << 64))
-        if shard is not None:
-            if not isinstance(shard, Namespace):
-                raise BadInputError(f"shard is {shard!r:.80}; give the kvstore.Namespace of one rank")
-            request.shards, block_bytes = shard.digest(), shard.spec.block_bytes
+        named: object = shard if namespace is None else namespace
+        if named is not None:
+            if not isinstance(named, Namespace):
+                what = "a kvstore.Namespace" if shard is None else "the kvstore.Namespace of one rank"
+                raise BadInputError(f"{'namespace' if shard is None else 'shard'} is {named!r:.80}; give {what}")
+            if parts_of(named.spec):
+                raise BadInputError("the spec is hybrid: its groups are held each by itself, attach with open_hybrid")
+            block_bytes = named.spec.block_bytes
+            if shard is None:
+                request.namespace = named.digest()
+            else:
+                request.shards = named.digest()
+        else:
+            request.block_bytes = count("block_bytes", block_bytes, 1 << 64)
         return self._session.granted(
             Method.ATTACH_LEASE,
             request,
@@ -159,11 +181,23 @@ class Client(AdminCalls):
         reply = self._session.call(Method.STATS, pb.StatsRequest(), pb.StatsReply)
         return {**reply.numbers, **reply.texts}
 
+    def _open_now(self, handle: NamespaceHandle | HybridHandle) -> None:
+        try:
+            handle.ensure_open()
+        except UnavailableError as error:
+            if self._session.closed:
+                raise UnavailableError(f"{self!r}: nothing can be opened with it any more, make another") from error
+            if self._required and isinstance(error, DeniedError):
+                raise
+
     def _check_namespace(self, namespace: Namespace) -> None:
         if not isinstance(namespace, Namespace):
             raise BadInputError(f"namespace is {namespace!r:.80}; give a kvstore.Namespace")
         if namespace.tenant != self.tenant:
-            raise BadInputError(f"the namespace belongs to tenant {namespace.tenant!r}, this client to {self.tenant!r}")
+            raise BadInputError(
+                f"the namespace belongs to tenant {namespace.tenant!r}, this client to {self.tenant!r}: "
+                f"give both the same, as in Namespace(..., tenant={self.tenant!r})"
+            )
 
     def close(self) -> None:
         """End the session. Leases end; arrays that are still alive keep their slots until this process ends."""
@@ -176,11 +210,16 @@ def link_to(
     root_certificates: Pem | None,
     client_certificate: tuple[Pem, Pem] | None,
 ) -> Link:
-    """The way to a daemon."""
+    """The way to a daemon. Where the environment says where it is, it may say what to show there, too."""
+    if address is None:
+        address = default_address()
+        if is_remote(address):
+            shown = Shown.of(os.environ)
+            token = shown.token if token is None else token
+            root_certificates = root_certificates or shown.root_certificates
+            client_certificate = client_certificate or shown.client_certificate
     if is_remote(address):
         return remote_link(str(address), token, root_certificates, client_certificate)
     if token is not None or root_certificates is not None or client_certificate is not None:
         raise BadInputError("a token and certificates go with a gRPC address (grpcs://host:port) only")
-    if address is None:
-        return SocketLink(UnixAddress(default_socket_path()))
     return SocketLink(UnixAddress(Path(address)) if isinstance(address, str | os.PathLike) else address)

@@ -41,6 +41,13 @@ class Finding(Generic[LeaseT]):
         self.block_tokens = namespace.spec.block_tokens
         self._session = session
 
+    def __repr__(self) -> str:
+        space = self.namespace
+        return (
+            f"<{type(self).__name__} of model {space.model!r}, tenant {space.tenant!r}, digest {space.digest().hex()}, "
+            f"{self.block_tokens} tokens a block, at {self._session}>"
+        )
+
     def _name(self, prompt: pb.Prompt) -> None:
         """Say in a request where it is to be looked; opens what the daemon does not know yet."""
         raise NotImplementedError

@@ -1,6 +1,7 @@
 """Threads that make blocking calls for an event loop.
 
-A call that has begun runs to its end, whatever becomes of whoever awaits it; what it brings then is given back.
+A call that has begun goes on, whatever becomes of whoever awaits it, until it would touch its caller's memory (see
+``borrowing.py``); what it brings then is given back.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
+
+from kvstore.client.borrowing import AbandonedError, Borrowing
 
 ResultT = TypeVar("ResultT")
 
@@ -27,8 +30,8 @@ class _Call(Generic[ResultT]):
         undo: Callable[[ResultT], object] | None,
         after: Callable[[], object] | None = None,
     ) -> None:
-        self.abandoned = False
-        """Nobody awaits it any more."""
+        self.borrowing = Borrowing()
+        """Abandoned: nobody awaits it any more."""
         self._work = work
         self._future = future
         self._undo = undo
@@ -38,9 +41,12 @@ class _Call(Generic[ResultT]):
 
     def run(self) -> None:
         """On a thread. What nobody awaits any more is not begun."""
-        if not self.abandoned:
+        if not self.borrowing.abandoned:
             try:
-                self._results.append(self._work())
+                with self.borrowing.here():
+                    self._results.append(self._work())
+            except AbandonedError:
+                pass  # to nobody
             except BaseException as error:
                 self._error = error
 
@@ -49,7 +55,8 @@ class _Call(Generic[ResultT]):
         if self._after is not None:
             self._after()
         future = self._future
-        if future is None or self.abandoned or future.done():
+        if future is None or self.borrowing.abandoned or future.done():
+            self._error = None  # its traceback keeps what the call held
             self.give_back()
         elif self._error is not None:
             future.set_exception(self._error)
@@ -83,10 +90,10 @@ class _Outcomes:
                 while self._calls:
                     self._calls.popleft().give_back()
 
-    def tell_end(self, end: asyncio.Future[None]) -> None:
-        """On a thread that ends."""
+    def tell(self, over: asyncio.Future[None]) -> None:
+        """On a thread: what this future stands for is over."""
         with contextlib.suppress(RuntimeError):  # as above
-            self._loop.call_soon_threadsafe(end.set_result, None)
+            self._loop.call_soon_threadsafe(over.set_result, None)
 
     def _deliver(self) -> None:
         self._woken = False  # before looking: what comes from now on wakes again
@@ -120,8 +127,9 @@ class Hands:
     ) -> ResultT:
         """What ``work()`` returns or raises, on one of the threads.
 
-        If the caller is cancelled, ``undo(result)`` is called once there is a result, on any thread; it must not
-        block. ``after`` is called on the loop's thread when the thread is free again, which may be later than that.
+        If the caller is cancelled, this returns when the call does not touch the caller's memory any more, and
+        ``undo(result)`` is called once there is a result, on any thread; it must not block. ``after`` is called on
+        the loop's thread when the thread is free again, which may be later than that.
         """
         if self._ended:
             try:
@@ -135,9 +143,17 @@ class Hands:
         try:
             return await future
         except asyncio.CancelledError:
-            call.abandoned = True
+            await self._abandon(call)
             call.give_back()  # it may have come just before the cancellation
             raise
+
+    async def _abandon(self, call: _Call[Any]) -> None:
+        """Nobody awaits the call any more. Waits for the copy that it makes just now, and is not to be cancelled."""
+        over: asyncio.Future[None] = self._loop.create_future()
+        if not call.borrowing.abandon(lambda: self._outcomes.tell(over)):
+            while not over.done():
+                with contextlib.suppress(asyncio.CancelledError):  # the caller raises one already
+                    await asyncio.shield(over)
 
     def soon(self, work: Callable[[], object]) -> None:
         """Have it done, in its turn, without waiting for that; what it returns or raises is of no interest."""
@@ -177,4 +193,4 @@ def _work(queue: SimpleQueue[_Call[Any] | None], outcomes: _Outcomes, end: async
         call.run()
         outcomes.add(call)
         del call  # what it brought is its caller's alone
-    outcomes.tell_end(end)
+    outcomes.tell(end)

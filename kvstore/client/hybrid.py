@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvstore import native
 from kvstore.client.admin import Inspecting
+from kvstore.client.borrowing import current
 from kvstore.client.finding import Finding
 from kvstore.client.lease import Lease, WriteReservation
 from kvstore.client.namespace import NamespaceHandle, Stored
-from kvstore.client.prompts import DEFAULT_ROOT, count
+from kvstore.client.prompts import DEFAULT_ROOT, count, rows_of_prompt
 from kvstore.client.results import GetResult, Match, PutResult
 from kvstore.client.session import Session
 from kvstore.client.slots import Bytes, Slots, rows_of
@@ -26,7 +26,7 @@ from kvstore.client.waiting import Wait, checked_wait_s
 from kvstore.errors import BadInputError, ProtocolError
 from kvstore.hints import Hints
 from kvstore.hybrid import Part, parts_of, place_of
-from kvstore.types import ExtraKey, Namespace, Root
+from kvstore.types import ExtraKey, Namespace, Root, RowKind
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
 from kvstore.wire.packing import U32, unpack
@@ -79,17 +79,17 @@ class GroupView:
     @property
     def addresses(self) -> NDArray[np.uint64]:
         """Address of each block of the group in this process, uint64 [n]. Raises EndedError after the lease's end."""
-        self._lease.must_be_usable()
+        self._lease.usable()
         if self._slots is None:
             return np.empty(0, np.uint64)
         return self._slots.addresses + np.uint64(self._offset_bytes)
 
     def view(self, i: int) -> Bytes:
         """uint8 [block_bytes] over one block of the group without a copy. Raises EndedError after the lease's end."""
-        self._lease.must_be_usable()
+        hold = self._lease.usable()
         if self._slots is None:
             raise IndexError(f"block {i} of 0")
-        whole = self._slots.view(i, self._lease.kept_by_views)
+        whole = self._slots.view(i, hold)
         return whole[self._offset_bytes : self._offset_bytes + self.block_bytes]
 
     def __getitem__(self, i: int) -> Bytes:
@@ -106,14 +106,9 @@ class GroupView:
         if not room.flags.writeable:
             raise BadInputError("out is read-only; give an array that may be written to")
         n = min(max(self._lease.n_blocks - self.first_block, 0), len(room), len(self))
-        if self._slots is None or n == 0 or not self._lease.valid:
+        if self._slots is None or n == 0:
             return 0
-        if self.block_bytes == self._slots.block_bytes:
-            good = self._slots.copy_out(room[:n], threads)
-        else:
-            native.copy_batch(native.row_addresses(room[:n]), self.addresses[:n], self.block_bytes, threads=threads)
-            good = self._slots.unchanged()
-        return n if good and self._lease.valid else 0
+        return n if self._lease.copy_out(self._slots, room[:n], threads, self._offset_bytes) else 0
 
 
 class HybridLease(Lease):
@@ -138,15 +133,6 @@ class HybridLease(Lease):
         part, offset_bytes, block_bytes = place_of(self._spec, group)
         slots, first_block = self._held.get(part.number, (None, self.first_block))
         return GroupView(self, self.slots if part.number == 0 else slots, first_block, offset_bytes, block_bytes)
-
-    def must_be_usable(self) -> None:
-        """Raises EndedError after the end of the right."""
-        self._must_be_usable()
-
-    @property
-    def kept_by_views(self) -> Any:
-        """What an array over a slot keeps, so that the slot stays as it is."""
-        return self._hold
 
     def abandon(self, why: str) -> None:
         super().abandon(why)
@@ -191,11 +177,12 @@ class HybridHandle(Finding[HybridLease], Inspecting):
         return replace(super()._matched(reply), by_group=by_group)
 
     def attach(self, lease_id: int) -> HybridLease:
-        """Read through a lease that another client of this tenant took in this namespace. Raises EndedError.
+        """Read through a lease that another client of this tenant took in this namespace.
 
-        Both must release; the blocks stay until both have.
+        Raises EndedError if it has ended, BadInputError if it is over another one. Both must release; the blocks stay
+        until both have.
         """
-        request = pb.AttachLeaseRequest(lease_id=count("lease_id", lease_id, 1 << 64))
+        request = pb.AttachLeaseRequest(lease_id=count("lease_id", lease_id, 1 << 64), namespace=self.ensure_open())
         return self._session.granted(
             Method.ATTACH_LEASE, request, pb.LeaseReply, lambda reply: self._leased(reply, reply.first_block)
         )
@@ -226,7 +213,9 @@ class HybridHandle(Finding[HybridLease], Inspecting):
         n_prompt_tokens: int | None = None,
     ) -> HybridPut:
         """Store blocks of any groups: per group an array [n, ...] of blocks from ``first_block`` on, or a pair of
-        another first block and such an array.
+        another first block and such an array: ``{FULL: all, SLIDING: (n_blocks - n_window, last_ones)}``. An array of
+        a sliding or state group that ends before the full groups in the same call (without them: before the prompt's
+        last whole block) must be such a pair, else BadInputError: it would count as the first blocks.
 
         Full and MLA groups come together, for the same blocks. Parts of a block are stored where the block itself is:
         give both in one call, or the full groups first. What is not stored of a group is skipped, and a hit then ends
@@ -235,6 +224,7 @@ class HybridHandle(Finding[HybridLease], Inspecting):
         if durable_within_s is not None:
             checked_wait_s("durable_within_s", durable_within_s)
         by_part = self._by_part(blocks, first_block)
+        self._check_window_places(tokens, blocks, by_part)
         results: dict[int, PutResult] = {}
         for part, (first, rows) in by_part.items():
             done = self._writers[part.number].put(
@@ -327,9 +317,33 @@ class HybridHandle(Finding[HybridLease], Inspecting):
                         f"groups {', '.join(map(str, part.groups))} are needed of every block: "
                         "give all of them, for the same blocks"
                     )
-                rows = mine[0][1] if len(mine) == 1 else np.concatenate([rows for _, rows in mine], axis=1)
+                with current().touching():
+                    rows = mine[0][1] if len(mine) == 1 else np.concatenate([rows for _, rows in mine], axis=1)
                 out[part] = mine[0][0], rows
         return {part: value for part, value in out.items() if len(value[1])}
+
+    def _check_window_places(
+        self, tokens: ArrayLike, blocks: Mapping[int, GroupBlocks], by_part: Mapping[Part, tuple[int, Bytes]]
+    ) -> None:
+        """Raises BadInputError for an array that looks like the last blocks of a prompt, without their place."""
+        plain = [part for part in by_part if part.number and not isinstance(blocks[part.groups[0]], tuple)]
+        if not plain:
+            return
+        if self.parts[0].groups and self.parts[0] in by_part:
+            first, rows = by_part[self.parts[0]]
+            end, of_what = first + len(rows), "the full groups given with it"
+        else:
+            whole = rows_of_prompt(self.namespace, tokens)
+            is_hashes = self.namespace.row_kind is RowKind.HASHES
+            end, of_what = len(whole) // (1 if is_hashes else self.block_tokens), "the prompt's whole blocks"
+        for part in plain:
+            (first, rows), group = by_part[part], part.groups[0]
+            if first + len(rows) < end:
+                raise BadInputError(
+                    f"blocks[{group}] has {len(rows)} blocks, which would be {first} to {first + len(rows) - 1}, but "
+                    f"{of_what} end with block {end - 1}: say which one is its first, as a pair, such as "
+                    f"{{{group}: ({max(end - len(rows), 0)}, array)}} for the last ones"
+                )
 
     def _rows(self, group: int, array: NDArray[Any]) -> Bytes:
         return rows_of(array, place_of(self.namespace.spec, group)[2])

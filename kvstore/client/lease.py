@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,6 +24,7 @@ from kvstore.wire.framing import Method
 
 if TYPE_CHECKING:
     import torch
+
 
 class Hold:
     """What keeps a claim's slots from being reused: owned by the claim and by every array over its slots.
@@ -56,7 +59,8 @@ class Held(Claimed):
     """A lease or reservation: a right with a deadline that must be let go of.
 
     The right may end early (deadline, disconnect, another daemon). ``valid`` tells; the slots themselves
-    are not reused before ``release``, so what a view shows never changes under its reader.
+    are not reused before ``release``, so what a view shows never changes under its reader; nor while another thread
+    copies from or to them.
     """
 
     _SHOWN: tuple[str, ...] = ()
@@ -86,7 +90,7 @@ class Held(Claimed):
     @property
     def addresses(self) -> NDArray[np.uint64]:
         """Address of each block in this process, uint64 [n]; for readers that take pointers. See ``view``."""
-        self._must_be_usable()
+        self.usable()
         return self.slots.addresses
 
     def __len__(self) -> int:
@@ -96,14 +100,33 @@ class Held(Claimed):
         facts = ", ".join(f"{name}={getattr(self, name)!r}" for name in ("id", *self._SHOWN, "valid"))
         return f"{type(self).__name__}({facts})"
 
+    def usable(self) -> Hold:
+        """What keeps the slots as they are for as long as the caller has it. Raises EndedError after the end of the
+        right."""
+        hold = self._hold  # before the look at the right, which another thread may end
+        if hold is None or not self.valid:
+            del hold  # the error must not keep it
+            what = "".join(f" {c.lower()}" if c.isupper() else c for c in type(self).__name__).strip()
+            raise EndedError(f"this {what} has ended: {self._ended or 'its time was up'} (id {self.id})")
+        return hold
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Around a copy: the daemon hears of a release or abort on another thread when that has ended. Raises as
+        ``usable``."""
+        hold = self.usable()
+        try:
+            yield
+        finally:
+            del hold  # an error must not keep it
+
     def view(self, i: int) -> Bytes:
         """uint8 [block_bytes] over block ``i`` without a copy. Raises EndedError after the end of the right.
 
         A remote client fetches the block, and some that follow, when it is first looked at: that blocks, and raises
         EndedError too if it can't be had.
         """
-        self._must_be_usable()
-        return self.slots.view(i, self._hold)
+        return self.slots.view(i, self.usable())
 
     def __getitem__(self, i: int) -> Bytes:
         if not -len(self) <= i < len(self):
@@ -132,10 +155,6 @@ class Held(Claimed):
         del hold
         if (hold := still_there()) is not None:
             hold.prompt = False
-
-    def _must_be_usable(self) -> None:
-        if not self.valid:
-            raise EndedError(f"{type(self).__name__.lower()} {self.id} has ended: {self._ended or 'its time was up'}")
 
 
 class Lease(Held):
@@ -212,9 +231,15 @@ class Lease(Held):
         if not room.flags.writeable:
             raise BadInputError("out is read-only; give an array that may be written to")
         n = min(max(self.n_blocks - self.first_block, 0), len(room), len(self))
-        if n == 0 or not self.valid:
-            return 0
-        return n if self.slots.copy_out(room[:n], threads) and self.valid else 0
+        return n if n and self.copy_out(self.slots, room[:n], threads) else 0
+
+    def copy_out(self, slots: Slots, rows: Bytes, threads: int, offset_bytes: int = 0) -> bool:
+        """See ``Slots``; slots of this lease. False also if its right ended before the copy was complete."""
+        try:
+            with self.in_use():
+                return slots.copy_out(rows, threads, offset_bytes) and self.valid
+        except EndedError:
+            return False
 
     def renew(self, ttl_s: float = 0.0) -> bool:
         """Ask for more time; False if the right is gone. Blocks for one round trip."""
@@ -253,6 +278,7 @@ class WriteReservation(Held):
         self.n_present: int = reply.n_present
         self.n_skipped: int = n_asked - reply.n_present - len(slots)
         self.reason: str = reply.skipped_reason
+        self._filling = threading.Lock()
         if reply.reservation_id:
             session.claims.watch(False, reply.reservation_id, self)
 
@@ -272,30 +298,37 @@ class WriteReservation(Held):
         rows = rows_of(blocks, self.slots.block_bytes)
         if len(rows) != len(self):
             raise BadInputError(f"{len(rows)} blocks were given for {len(self)} reserved slots")
-        self._must_be_usable()
-        self.slots.fill(rows, threads, kept=kept)
+        self.usable()
+        with self._filling, self.in_use():
+            self.slots.fill(rows, threads, kept=kept)
 
     def commit(self, n_blocks: int | None = None) -> tuple[int, int]:
         """Make the first ``n_blocks`` (default all) visible; returns (stored, duplicates). One round trip.
 
         (0, 0) if the right had ended or the daemon is unreachable: nothing was stored then, as far as is known.
+        Waits for a ``fill`` on another thread.
         """
-        if self._hold is None or not self.id:
+        if self._pid != os.getpid():  # whose thread may have been filling when this process was forked
             return 0, 0
-        n = len(self) if n_blocks is None else n_blocks
-        if not 0 <= n <= len(self):
-            raise BadInputError(f"commit of {n} blocks; {len(self)} are reserved")
-        if n == 0:
-            self.abort()
-            return 0, 0
-        commit = self.slots.commit(pb.CommitRequest(reservation_id=self.id, n_blocks=n))
-        self._give_up("it was committed", told=True)
+        with self._filling:
+            if self._hold is None or not self.id:
+                return 0, 0
+            n = len(self) if n_blocks is None else n_blocks
+            if not 0 <= n <= len(self):
+                raise BadInputError(f"commit of {n} blocks; {len(self)} are reserved")
+            if n == 0:
+                self.abort()
+                return 0, 0
+            commit = self.slots.commit(pb.CommitRequest(reservation_id=self.id, n_blocks=n))
+            self._give_up("it was committed", told=True)
         try:
             reply = commit()
-        except (EndedError, UnavailableError) as error:
-            self.reason = str(error)
+        except BaseException as error:
             # Whatever became of it: nothing is written any more.
             self._session.acknowledge(Method.ABORT, pb.AbortRequest(reservation_id=self.id))
+            if not isinstance(error, EndedError | UnavailableError):
+                raise
+            self.reason = str(error)
             return 0, 0
         return reply.n_committed, reply.n_duplicate
 

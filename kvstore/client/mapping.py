@@ -52,6 +52,11 @@ class Regions:
         self._mappings[region_id] = mapping
         self._alive.add(mapping)
 
+    def forget(self, region_ids: Iterable[int]) -> None:
+        """Let go of mappings that must not be used, which nobody looks at yet."""
+        for region_id in region_ids:
+            self._mappings.pop(region_id, None)
+
     def find(self, region_ids: list[int], *, writable: bool) -> dict[int, Mapping]:
         """The mappings of those among these regions that are mapped, for writing if so asked."""
         mappings = self._mappings
@@ -92,7 +97,7 @@ class Regions:
 
 
 def map_regions(call: Call, regions: Regions, region_ids: list[int], *, writable: bool) -> None:
-    """Ask for these regions and map them. Blocks for one or two round trips. Raises UnavailableError."""
+    """Ask for these regions and map them. Blocks for two round trips. Raises UnavailableError."""
     fds: list[int] = []
     try:
         request = pb.MapRegionsRequest(region_ids=region_ids, writable=writable)
@@ -108,6 +113,13 @@ def map_regions(call: Call, regions: Regions, region_ids: list[int], *, writable
     finally:
         for fd in fds:
             os.close(fd)
-    if writable:
-        # Only when the daemon knows that we have our writable mapping can it seal, and others read.
-        call(Method.REGIONS_MAPPED, pb.RegionsMappedRequest(region_ids=region_ids), pb.RegionsMappedReply)
+    try:
+        if writable:
+            # Only when the daemon knows that we have our writable mapping can it seal, and others read.
+            call(Method.REGIONS_MAPPED, pb.RegionsMappedRequest(region_ids=region_ids), pb.RegionsMappedReply)
+        else:
+            # If it was gone before we had them, the next one may have found that we don't map them.
+            call(Method.HEARTBEAT, pb.HeartbeatRequest(), pb.HeartbeatReply)
+    except UnavailableError:
+        regions.forget(region_ids)
+        raise

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from numpy.typing import ArrayLike, NDArray
 
 from kvstore.client.admin import Inspecting
+from kvstore.client.borrowing import current
 from kvstore.client.finding import Finding
 from kvstore.client.lease import Lease, WriteReservation
 from kvstore.client.prompts import DEFAULT_ROOT, count, seconds
@@ -207,6 +208,7 @@ def _filled(reservation: WriteReservation, rows: Bytes, threads: int) -> PutResu
         reservation.fill(rows[n_present : n_present + n_slots], threads, kept=True)
     except EndedError as error:
         return PutResult(n_present, 0, 0, len(rows) - n_present, str(error))
+    current().must_be_wanted()
     n_stored, n_duplicate = reservation.commit()
     n_skipped = len(rows) - n_present - n_stored - n_duplicate
     return PutResult(n_present, n_stored, n_duplicate, n_skipped, reservation.reason)

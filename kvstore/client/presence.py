@@ -24,6 +24,7 @@ from kvstore.client.claims import Claims
 from kvstore.client.era import Era
 from kvstore.client.link import Calls, Events, Greeted, Link
 from kvstore.client.mapping import Regions
+from kvstore.client.transport import NoWayError
 from kvstore.client.waiting import WaitingCalls
 from kvstore.client.watcher import watch
 from kvstore.errors import KVStoreError, SessionEndedError, UnavailableError
@@ -47,13 +48,19 @@ class Presence:
         self._tenant = tenant
         self._client_name = client_name
         self._lock = threading.RLock()
+        self._failure: KVStoreError | None = None
+        """Why the session was lost or could not be made, as far as that is known; None while it stands."""
         self._reset()
         try:
             self._connect(time.monotonic() + timeout_s)
-        except KVStoreError as error:
-            if required or not isinstance(error, UnavailableError):
+        except UnavailableError as error:
+            if required:
                 self._close_wake()
                 raise
+            self._failure = error
+        except KVStoreError:
+            self._close_wake()
+            raise
         self._start_thread()
 
     def _reset(self) -> None:
@@ -64,6 +71,7 @@ class Presence:
         self._token = b""
         self._healthy = threading.Event()
         self._closed = False
+        self._failure = None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._acks = Acknowledgements(self._wake)
         self._waiting = self._new_waiting()
@@ -87,6 +95,14 @@ class Presence:
         return self._healthy.is_set()
 
     @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    def __str__(self) -> str:
+        return str(self._link)
+
+    @property
     def can_wait(self) -> bool:
         """Whether the daemon has a slower tier, for which requests may wait."""
         return self._can_wait
@@ -102,14 +118,15 @@ class Presence:
         return self._lock
 
     def _new_waiting(self) -> WaitingCalls:
-        return WaitingCalls(
-            lambda deadline_s: self._link.join(self._token, deadline_s), self._give_back
-        )
+        return WaitingCalls(lambda deadline_s: self._link.join(self._token, deadline_s), self._give_back)
 
     def _must_be_up(self) -> Calls:
         if self._closed:
             raise UnavailableError("the client is closed")
         if self._calls is None or not self._healthy.is_set():
+            failure = self._failure
+            if isinstance(failure, NoWayError):
+                raise type(failure)(str(failure))
             raise UnavailableError(f"the daemon at {self._link} is down or does not answer")
         return self._calls
 
@@ -155,6 +172,7 @@ class Presence:
             reply.can_wait,
         )
         self._generations = greeted.generations
+        self._failure = None
         self._healthy.set()
 
     def _suspect(self) -> None:
@@ -162,7 +180,9 @@ class Presence:
         self._healthy.clear()
         self._wake()
 
-    def _disconnected(self, why: str) -> None:
+    def _disconnected(self, why: str, failure: KVStoreError | None = None) -> None:
+        """Everything ends. If there is no way back after this ``failure``, calls fail with it from now on."""
+        self._failure = failure
         self._healthy.clear()
         for transport in (self._calls, self._events):
             if transport is not None:
@@ -186,15 +206,17 @@ class Presence:
         self.claims.end_all("a forked child has no right to its parent's leases")
         self._close_wake()
         self._reset()
-        with contextlib.suppress(KVStoreError):  # the thread goes on trying
+        try:
             self._connect(time.monotonic() + self.timeout_s)
+        except KVStoreError as error:  # the thread goes on trying
+            self._failure = error
         self._start_thread()
 
     def close(self) -> None:
         """Say goodbye and end the thread; blocks until it has ended. Idempotent.
 
-        If arrays over the daemon's memory are still alive, their slots stay out of use until this process
-        ends: the daemon is then not told that nothing is used any more.
+        If arrays over the daemon's memory are still alive, or the daemon can't be told, their slots stay out of
+        use until it sees that this process has unmapped them, or has ended.
         """
         if self._pid != os.getpid():
             self._closed = True  # a fork's copy: nothing of the parent's is its own to end
@@ -253,7 +275,7 @@ class Presence:
                 self._beat_sent = True
                 self._beat_at_s = now_s + self._heartbeat_s / 2
         except KVStoreError as error:
-            self._break(events, str(error))
+            self._break(events, error)
             return -1, RETRY_S_MIN
         return events.fileno(), min(max(self._beat_at_s - now_s, 0.0), POLL_S_MAX)
 
@@ -274,7 +296,7 @@ class Presence:
                 elif flags & FLAG_ERROR and method == Method.HEARTBEAT:
                     raise SessionEndedError("the daemon has ended the session")
         except KVStoreError as error:
-            self._break(events, str(error))
+            self._break(events, error)
 
     def _on_event(self, event: pb.Event) -> None:
         for lease, ids in ((True, event.ended_leases), (False, event.ended_reservations)):
@@ -289,7 +311,8 @@ class Presence:
         # Without the lock: nobody's call waits for a daemon that does not answer.
         try:
             greeted = self._greet(time.monotonic() + self.timeout_s)
-        except KVStoreError:
+        except KVStoreError as error:
+            self._failure = error
             self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
             return None
         with self._lock:
@@ -301,10 +324,10 @@ class Presence:
             self._retry_s, self._beat_at_s, self._beat_sent = RETRY_S_MIN, 0.0, False
             return self._events
 
-    def _break(self, events: Events, why: str) -> None:
+    def _break(self, events: Events, error: KVStoreError) -> None:
         with self._lock:
             if self._events is events:
-                self._disconnected(why)
+                self._disconnected(str(error), error)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed: nobody needs to be woken

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvstore.client.mapping import map_regions
 from kvstore.client.presence import Presence
 from kvstore.client.slots import Bytes, Slots
-from kvstore.client.transport import RefusedError, ReplyT, TimedOutError
+from kvstore.client.transport import RefusedError, ReplyT, TimedOutError, TurnedAwayError
 from kvstore.client.waiting import WaitingCalls
 from kvstore.errors import KVStoreError, ProtocolError, SessionEndedError, UnavailableError
 from kvstore.native import Mapping
@@ -49,6 +49,9 @@ class Session(Presence):
             self._suspect()
             raise
         except RefusedError:
+            raise
+        except TurnedAwayError as error:
+            self._disconnected(str(error), error)
             raise
         except (UnavailableError, ProtocolError) as error:
             self._disconnected(str(error))
@@ -110,6 +113,11 @@ class Session(Presence):
             raise UnavailableError(str(error)) from error
         except RefusedError:
             raise
+        except TurnedAwayError as error:
+            with self._lock:
+                if self._waiting is waiting:
+                    self._disconnected(str(error), error)
+            raise
         except (UnavailableError, ProtocolError) as error:
             if self._waiting is waiting:
                 self._suspect()
@@ -170,7 +178,9 @@ class Session(Presence):
         except (UnavailableError, ProtocolError, SessionEndedError) as error:
             with self._lock:
                 if self._calls is calls:
-                    self._disconnected(str(error))
+                    self._disconnected(str(error), error)
+            if isinstance(error, TurnedAwayError):
+                raise
             raise UnavailableError(str(error)) from error
 
     def mappings(self, region_ids: list[int], *, writable: bool) -> dict[int, Mapping]:

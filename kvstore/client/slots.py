@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,8 +11,9 @@ from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from kvstore import native
+from kvstore.client.borrowing import current
 from kvstore.client.transport import ReplyT
-from kvstore.errors import BadInputError, ProtocolError
+from kvstore.errors import BadInputError, EndedError, ProtocolError
 from kvstore.native import Mapping
 from kvstore.types import SLOT_BITS
 from kvstore.wire import kvstore_pb2 as pb
@@ -44,12 +46,14 @@ class Slots(Protocol):
         """Whether the blocks are what they were when they were handed out; asked after a copy from ``addresses``."""
         ...
 
-    def copy_out(self, rows: Bytes, threads: int) -> bool:
-        """Copy the first blocks to ``rows`` (uint8 [m, block_bytes]). False if that can't be vouched for. Blocks."""
+    def copy_out(self, rows: Bytes, threads: int, offset_bytes: int = 0) -> bool:
+        """Copy the first blocks to ``rows`` (uint8 [m, block_bytes]), or of each only the bytes from ``offset_bytes``
+        on that a row has room for. False if that can't be vouched for. Blocks. Raises EndedError after
+        ``forget``, perhaps."""
         ...
 
     def fill(self, rows: Bytes, threads: int, *, kept: bool) -> None:
-        """Copy ``rows`` (uint8 [n, block_bytes]) to reserved blocks. Blocks.
+        """Copy ``rows`` (uint8 [n, block_bytes]) to reserved blocks. Blocks. Raises EndedError after ``forget``.
 
         With ``kept`` they stay as they are until the commit, so that they may be copied then.
         """
@@ -60,7 +64,7 @@ class Slots(Protocol):
         ...
 
     def forget(self) -> None:
-        """Nothing is looked at any more but arrays that are still alive."""
+        """Nothing is looked at any more but arrays that are still alive; a copy that goes on ends as if nothing was."""
         ...
 
 
@@ -115,9 +119,7 @@ class MappedSlots:
     @property
     def addresses(self) -> NDArray[np.uint64]:
         """uint64 [n]. Raises ProtocolError for slots outside the regions that came with them."""
-        if self._addresses is None:
-            self._addresses = self._by_region(self._start_of)
-        return self._addresses
+        return self._addresses_in(self._mapped())
 
     def view(self, i: int, hold: object) -> Bytes:
         """uint8 [block_bytes] over slot ``i``, no copy; read-only unless these slots are reserved.
@@ -125,8 +127,10 @@ class MappedSlots:
         The array keeps ``hold`` and the mapping. It can't be made writable, although the writer of a region has
         that mapped writable.
         """
-        mapping = self._mappings[int(self._ids[i]) >> SLOT_BITS]
-        return np.asarray(View(int(self.addresses[i]), self.block_bytes, self._writable, mapping, hold))
+        mappings = self._mapped()
+        mapping = mappings[int(self._ids[i]) >> SLOT_BITS]
+        address = int(self._addresses_in(mappings)[i])
+        return np.asarray(View(address, self.block_bytes, self._writable, mapping, hold))
 
     def forget(self) -> None:
         """Let the mappings go; only arrays that are still alive keep them."""
@@ -140,21 +144,39 @@ class MappedSlots:
         now = self._session.generations(self._by_region(lambda layout, _: (layout.generation_base, 1)))
         return bool(np.array_equal(now, granted))
 
-    def copy_out(self, rows: Bytes, threads: int) -> bool:
+    def copy_out(self, rows: Bytes, threads: int, offset_bytes: int = 0) -> bool:
         """See ``Slots``."""
-        native.copy_batch(native.row_addresses(rows), self.addresses[: len(rows)], self.block_bytes, threads=threads)
+        mappings = self._mapped()  # kept here until the copy has ended
+        addresses = self._addresses_in(mappings)[: len(rows)] + np.uint64(offset_bytes)
+        with current().touching():
+            native.copy_batch(native.row_addresses(rows), addresses, rows.shape[1], threads=threads)
         return self.unchanged()
 
     def fill(self, rows: Bytes, threads: int, *, kept: bool) -> None:  # noqa: ARG002 - filled now
         """See ``Slots``."""
-        native.copy_batch(self.addresses, native.row_addresses(rows), self.block_bytes, threads=threads)
+        mappings = self._mapped()  # kept here until the copy has ended
+        addresses = self._addresses_in(mappings)
+        with current().touching():
+            native.copy_batch(addresses, native.row_addresses(rows), self.block_bytes, threads=threads)
 
     def commit(self, request: pb.CommitRequest) -> Callable[[], pb.CommitReply]:
         """See ``Slots``: what was filled is there already."""
         return lambda: self._session.call(Method.COMMIT, request, pb.CommitReply)
 
-    def _start_of(self, layout: pb.RegionLayout, index_max: int) -> tuple[int, int]:
-        mapping = self._mappings.get(layout.id)
+    def _mapped(self) -> dict[int, Mapping]:
+        """The mappings: none of them goes while the caller has this."""
+        mappings = self._mappings
+        if not mappings and self._layouts:
+            raise EndedError("these blocks were let go of")
+        return mappings
+
+    def _addresses_in(self, mappings: dict[int, Mapping]) -> NDArray[np.uint64]:
+        if self._addresses is None:
+            self._addresses = self._by_region(partial(self._start_of, mappings))
+        return self._addresses
+
+    def _start_of(self, mappings: dict[int, Mapping], layout: pb.RegionLayout, index_max: int) -> tuple[int, int]:
+        mapping = mappings.get(layout.id)
         if mapping is None or self.block_bytes > layout.slot_bytes:
             raise ProtocolError(f"region {layout.id} can't hold blocks of {self.block_bytes} bytes in this process")
         if (index_max + 1) * layout.slot_bytes > mapping.length_bytes:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from kvstore.client.address import Address
-from kvstore.errors import ProtocolError, UnavailableError
+from kvstore.errors import DeniedError, ProtocolError, UnavailableError
 from kvstore.wire import faults
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import (
@@ -45,6 +45,14 @@ class TimedOutError(UnavailableError):
 
 class RefusedError(UnavailableError):
     """Only this call could not be served; says nothing about the daemon or the connection."""
+
+
+class NoWayError(UnavailableError):
+    """A daemon may well be there, but this client has no way to it as things are; trying again alone won't help."""
+
+
+class TurnedAwayError(NoWayError, DeniedError):
+    """The daemon does not let this client in (any more): no call of its session will be served until it does."""
 
 
 class Transport:

@@ -50,6 +50,8 @@ def wait_seconds(wait: Wait, n_tokens: int, timeout_s: float) -> float:
         if wait not in ("best_effort", "wait"):
             raise BadInputError(f"wait is {wait!r}; give 'best_effort', 'wait', seconds or a WaitRule")
         return timeout_s if wait == "wait" else 0.0
+    if isinstance(wait, bool) or not isinstance(wait, int | float | np.number):
+        raise BadInputError(f"wait is {wait!r:.80}; give 'best_effort', 'wait', seconds or a WaitRule")
     return checked_wait_s("wait", wait)
 
 

@@ -1,13 +1,13 @@
 """Settings of the daemon: their units, their limits, and where they come from.
 
 What everything takes is ``DaemonConfig``, a value that can't be wrong. Where its values come from (a file, the
-environment, flags) is the business of ``settings`` and ``layers``, which only commands import.
+environment, flags) is the business of ``settings`` and ``layers``; only commands import the latter.
 """
 
 from kvstore.config.daemon import RECOVERY_MODES, WRITE_POLICIES, DaemonConfig
 from kvstore.config.listeners import GrpcOptions, MetricsOptions
 from kvstore.config.logs import LogOptions
-from kvstore.config.paths import UNIX_PATH_BYTES_MAX, check_socket_path, default_socket_path
+from kvstore.config.paths import UNIX_PATH_BYTES_MAX, check_socket_path, default_address, default_socket_path
 from kvstore.config.units import GIB, MIB, PAGE_BYTES, format_size, parse_size
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "LogOptions",
     "MetricsOptions",
     "check_socket_path",
+    "default_address",
     "default_socket_path",
     "format_size",
     "parse_size",

@@ -7,6 +7,7 @@ import ipaddress
 from kvstore.errors import ConfigError
 
 UNIX_PREFIX = "unix:"
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def split_tcp(listen: str, option: str, *settings: str) -> tuple[str, int]:
@@ -30,3 +31,25 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def share_an_address(one: str, other: str) -> bool:
+    """Whether two hosts have an address in common to listen on, as far as that is seen without looking names up."""
+    if one.lower() == other.lower():
+        return True
+    pairs = [(mine, theirs) for mine in _addresses(one) for theirs in _addresses(other)]
+    return any(mine == theirs or _includes(mine, theirs) or _includes(theirs, mine) for mine, theirs in pairs)
+
+
+def _includes(every: IPAddress, single: IPAddress) -> bool:
+    """Whether the first stands for all addresses, the other among them; that of IPv6 stands for those of IPv4 too."""
+    return every.is_unspecified and every.version in (6, single.version)
+
+
+def _addresses(host: str) -> tuple[IPAddress, ...]:
+    if host.lower() == "localhost":
+        return ipaddress.IPv4Address("127.0.0.1"), ipaddress.IPv6Address("::1")
+    try:
+        return (ipaddress.ip_address(host),)
+    except ValueError:
+        return ()

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from kvstore.config.apart import check_apart
+from kvstore.config.checked import check_types
 from kvstore.config.listeners import GrpcOptions, MetricsOptions
 from kvstore.config.logs import LogOptions
 from kvstore.config.paths import check_socket_path
@@ -79,6 +81,7 @@ class DaemonConfig:
     log: LogOptions = field(default_factory=LogOptions)
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.socket_path is not None:
             check_socket_path(self.socket_path, "socket_path")
         self._check_dram()
@@ -113,6 +116,7 @@ class DaemonConfig:
             raise ConfigError(f"--max-clients is {self.max_clients}; it must be from 1 to 65536", ("max_clients",))
         self._check_nvme()
         self._check_holder()
+        check_apart(self.socket_path, self.holder_path, self.grpc, self.metrics)
 
     def _check_dram(self) -> None:
         if self.dram_bytes < MIB:

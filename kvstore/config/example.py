@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore.config.layers import Layered
+from kvstore.config.daemon import DaemonConfig
+from kvstore.config.kinds import NONE, SIZE
+from kvstore.config.layers import Layered, Origin
 from kvstore.config.settings import SECTIONS, SETTINGS
 
 _FILE_HEADER = """\
 # Settings of kvstored. Every line that begins with "# " and a name shows a default: take the "# " away to change it.
 # Sizes: bytes, or with a unit as in "64KiB", "1.5GiB", "2GB". Durations: seconds, or with a unit as in "250ms", "5m".
-# "none" takes back a path or an address that would be set otherwise.
+# "none" takes back a path or an address that would be set otherwise. A relative path counts from this file's folder.
 """
 
 
@@ -37,17 +39,38 @@ def reference_markdown() -> str:
 
 
 def in_force(layered: Layered) -> list[dict[str, Any]]:
-    """Every setting as it is in force, JSON-able."""
+    """Every setting as it is in force, JSON-able.
+
+    ``written`` is as in a file; ``effective`` says what a value that stands for another one comes to.
+    """
     return [
         {
             "name": origin.setting.name,
             "value": _plain(origin.value),
             "written": origin.setting.kind.write(origin.value).strip('"'),
+            "effective": _effective(origin, layered.config),
             "layer": origin.layer,
             "from": origin.where,
         }
         for origin in layered.origins
     ]
+
+
+def _effective(origin: Origin, config: DaemonConfig) -> str:
+    setting = origin.setting
+    written = setting.kind.write(origin.value).strip('"')
+    if origin.value or setting.field not in ("region_bytes", "nvme_bytes", "write_behind_bytes", "log.slow_s"):
+        return written
+    if setting.field == "region_bytes":
+        return _size_and_words(config.region_bytes_effective, setting.unset)
+    if setting.field == "write_behind_bytes" and config.nvme_dir is not None:
+        return _size_and_words(config.write_behind_bytes_effective, setting.unset)
+    return NONE
+
+
+def _size_and_words(size_bytes: int, words: str) -> str:
+    written = SIZE.write(size_bytes).strip('"')
+    return f"{written} ({words})"
 
 
 def _plain(value: Any) -> Any:

@@ -32,6 +32,10 @@ class Document:
         line = self.lines.get(name)
         return str(self.path) if line is None else f"{self.path}, line {line}"
 
+    def beside(self, path: Path) -> Path:
+        """A path that stands in it: a relative one counts from the folder of the file. An empty one stays so."""
+        return path if path == Path() else self.path.absolute().parent / path
+
 
 def read_document(path: Path, named_by: str = "") -> Document:
     """Read a file. Raises ConfigError if it can't be read or is not TOML; ``named_by`` is who asked for it."""
@@ -70,9 +74,11 @@ def file_in_force(named: Path | None, environment: Mapping[str, str], places: tu
 
 def socket_of(document: Document | None) -> Path | None:
     """The daemon's socket as a file has it, for commands that look for the daemon; whether it can be is not checked."""
-    section = document.tables.get("daemon") if document is not None else None
+    if document is None:
+        return None
+    section = document.tables.get("daemon")
     named = section.get("socket") if isinstance(section, dict) else None
-    return Path(named) if isinstance(named, str) and named not in ("", NONE) else None
+    return document.beside(Path(named)) if isinstance(named, str) and named not in ("", NONE) else None
 
 
 def _is_there(place: Path) -> bool:

@@ -6,8 +6,6 @@ out. What is in force is checked by ``DaemonConfig`` alone; its complaints are t
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +15,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
+from kvstore.config.addresses import UNIX_PREFIX
 from kvstore.config.daemon import DaemonConfig
-from kvstore.config.file import CONFIG_VARIABLE, Document
+from kvstore.config.file import Document
+from kvstore.config.kinds import ADDRESS, PATH
+from kvstore.config.meant import key_hint, section_hint, variable_meant
 from kvstore.config.settings import (
     BY_FIELD,
     BY_NAME,
@@ -31,9 +32,6 @@ from kvstore.config.settings import (
 from kvstore.errors import ConfigError
 
 DEFAULT = "default"
-
-_OF_A_SERVICE_LINK = re.compile(r"KVSTORE(_\w+)?_(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\w+)?)")
-"""What Kubernetes sets in every pod beside a service that is called kvstore."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +77,23 @@ def layered(
     layers.append(("flag", _nested(flags), lambda name: BY_NAME[name].flag, False))
     for layer, tables, place_of, strict in layers:
         for name, value in _checked(tables, place_of, strict).items():
+            if file is not None and layer == "file":
+                value = _from_folder_of(file, BY_NAME[name], value)
             in_force[name] = Origin(BY_NAME[name], value, layer, place_of(name))
     origins = {origin.setting.field: origin for origin in in_force.values()}
     with _blamed(origins):
         config = _config({field: origin.value for field, origin in origins.items()})
         check(config)
     return Layered(config, tuple(in_force.values()), file.path if file is not None else None)
+
+
+def _from_folder_of(file: Document, setting: Setting, value: Any) -> Any:
+    """A setting's value; a path in it, also that of a Unix socket as an address, counts from the file's folder."""
+    if setting.kind is PATH and value is not None:
+        return file.beside(value)
+    if setting.kind is ADDRESS and value.startswith(UNIX_PREFIX) and value != UNIX_PREFIX:
+        return f"{UNIX_PREFIX}{file.beside(Path(value.removeprefix(UNIX_PREFIX)))}"
+    return value
 
 
 @contextmanager
@@ -100,7 +109,7 @@ def _blamed(origins: Mapping[str, Origin]) -> Iterator[None]:
         ]
         if not told:
             raise
-        raise ConfigError("; ".join([str(error), *told]), error.settings) from error
+        raise type(error)("; ".join([str(error), *told]), error.settings) from error
 
 
 def _config(values: Mapping[str, Any]) -> DaemonConfig:
@@ -136,20 +145,9 @@ def _of_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         if setting := BY_VARIABLE.get(variable):
             if value:
                 found[setting.name] = value
-        elif variable.startswith(ENVIRONMENT_PREFIX) and (meant := _meant(variable)):
+        elif variable.startswith(ENVIRONMENT_PREFIX) and (meant := variable_meant(variable)):
             raise ConfigError(f"${variable} is no setting; did you mean ${meant}? `kvstore config --show` has all")
     return _nested(found)
-
-
-def _meant(variable: str) -> str:
-    if _OF_A_SERVICE_LINK.fullmatch(variable) or variable == CONFIG_VARIABLE:
-        return ""
-    of_a_section = any(variable.startswith(f"{ENVIRONMENT_PREFIX}{section.upper()}_") for section in SECTIONS)
-    return _nearest(variable, [*BY_VARIABLE, CONFIG_VARIABLE], 0.0 if of_a_section else 0.85)
-
-
-def _nearest(word: str, known: list[str], cutoff: float = 0.5) -> str:
-    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=cutoff)), "")
 
 
 # One layer --------------------------------------------------------------------------------------
@@ -190,22 +188,9 @@ def _told(error: Any, place_of: Callable[[str], str]) -> str:
     if not rest and section in SECTIONS:
         return f"{place}: {section} is {error['input']!r:.80}; it must be a section, [{section}]"
     if not rest:
-        nearest = _nearest(section, list(SECTIONS))
-        hint = f"did you mean [{nearest}]?" if nearest else "known are " + ", ".join(f"[{known}]" for known in SECTIONS)
-        return f"{place}: there is no section [{section}]; {hint}"
+        return f"{place}: there is no section [{section}]; {section_hint(section)}"
     setting = BY_NAME.get(name)
     if setting is None:
-        return f"{place}: [{section}] has no {rest[0]!r}; {_hint(section, rest[0])}"
+        return f"{place}: [{section}] has no {rest[0]!r}; {key_hint(section, rest[0])}"
     shown = setting.flag if place == setting.flag else f"{place}: {name}"
     return f"{shown} is {error['input']!r:.120}; it must be {setting.kind.expects}"
-
-
-def _hint(section: str, key: str) -> str:
-    mine = [setting.key for setting in SETTINGS if setting.section == section]
-    nearest = _nearest(key, mine)
-    elsewhere = [setting.name for setting in SETTINGS if setting.key == key]
-    if nearest:
-        return f"did you mean {nearest!r}?"
-    if elsewhere:
-        return f"did you mean {elsewhere[0]}?"
-    return "it has " + ", ".join(mine)

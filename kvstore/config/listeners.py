@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.config.addresses import UNIX_PREFIX, is_loopback, split_tcp
+from kvstore.config.checked import check_types
 from kvstore.config.paths import check_socket_path
 from kvstore.config.units import MIB, format_size
 from kvstore.errors import ConfigError
@@ -31,8 +32,10 @@ class GrpcOptions:
     calls_max: int = 1024
 
     def __post_init__(self) -> None:
+        check_types(self, "grpc.")
         if self.listen.startswith(UNIX_PREFIX):
             check_socket_path(Path(self.listen.removeprefix(UNIX_PREFIX)), "grpc.listen")
+            self._check_unix()
         elif self.listen:
             split_tcp(self.listen, "--grpc-listen", "grpc.listen")
             self._check_tcp()
@@ -60,6 +63,34 @@ class GrpcOptions:
             )
         if not 1 <= self.calls_max <= 65536:
             raise ConfigError(f"--grpc-calls-max is {self.calls_max}; it must be from 1 to 65536", ("grpc.calls_max",))
+        if not self.listen:
+            self._check_off()
+
+    def _check_unix(self) -> None:
+        unused = [
+            (option, field)
+            for option, field, value in (
+                ("--grpc-tls-cert", "tls_cert", self.tls_cert),
+                ("--grpc-tls-key", "tls_key", self.tls_key),
+                ("--grpc-client-ca", "client_ca", self.client_ca),
+            )
+            if value is not None
+        ]
+        if unused:
+            options, fields = zip(*unused, strict=True)
+            raise ConfigError(
+                f"gRPC on {self.listen} has no TLS, as no network is involved: leave out {', '.join(options)}, "
+                "or listen on host:port",
+                ("grpc.listen", *(f"grpc.{field}" for field in fields)),
+            )
+
+    def _check_off(self) -> None:
+        idle = next((name for name in ("token_file", "tls_cert", "tls_key", "client_ca") if getattr(self, name)), None)
+        if idle is not None:
+            raise ConfigError(
+                f"--grpc-{idle.replace('_', '-')} needs --grpc-listen: without a gRPC server it has no effect",
+                (f"grpc.{idle}", "grpc.listen"),
+            )
 
     def _check_tcp(self) -> None:
         lacking = [
@@ -97,6 +128,7 @@ class MetricsOptions:
     stall_s: float = 5.0
 
     def __post_init__(self) -> None:
+        check_types(self, "metrics.")
         if self.listen:
             host, _ = split_tcp(self.listen, "--metrics-listen", "metrics.listen")
             if not (self.allow_remote or is_loopback(host)):

@@ -144,6 +144,7 @@ EXPORTS: tuple[Export, ...] = (
     *_gauges("sessions", "Clients.", "state", live="sessions", lingering="sessions_lingering"),
     *_gauges("grpc_sessions", "Clients over gRPC, which count as sessions, too.", of="grpc_sessions"),
     *_counters("grpc_refused_calls_total", "Calls turned away as too many were running.", of="grpc_refused_calls"),
+    *_counters("grpc_cut_calls_total", "Reads and Writes cut off past their deadline.", of="grpc_cut_calls"),
     *_counters("grpc_bytes_total", "Bytes of blocks over gRPC.", "direction",
                read="grpc_read_bytes", written="grpc_written_bytes"),
     *_counters("grpc_damaged_chunks_total", "Chunks that came with other bytes than their checksums say.",

@@ -1,7 +1,8 @@
 """The HTTP server: ``/metrics``, ``/health`` and ``/ready``, on threads of its own.
 
 It answers also while the daemon's loop is stuck, and says so. Whoever keeps it busy finds a bound: so many requests
-at a time, so many seconds each; nothing of a request is kept, and no body is read.
+at a time, so many seconds each; nothing of a request is kept, and no body is read. Who connects and asks nothing keeps
+nobody out: the next one takes its place.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from typing import Any
 from kvstore import __version__
 from kvstore.config import MetricsOptions
 from kvstore.config.addresses import split_tcp
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, InUseError
 from kvstore.http.exposition import expose
 from kvstore.http.health import Verdict, health, readiness
 from kvstore.http.source import Snapshot, Source
 from kvstore.logs import about
 
 REQUESTS_MAX = 16
+DROPPED_MAX = 16
+"""Connections that lost their place to a later one, and whose threads have yet to notice."""
 REQUEST_S_MAX = 10.0
+REQUEST_S_SAFE = 2.0
+"""Who has asked something keeps its place for so long at least, whoever else comes."""
 SNAPSHOT_S_MAX = 1.0
 """How long the daemon's loop is waited for."""
 STOP_S_MAX = 5.0
@@ -44,7 +49,7 @@ class HttpServer:
         try:
             self._server = _Server(host, port, source)
         except OSError as error:
-            raise ConfigError(
+            raise (InUseError if error.errno == errno.EADDRINUSE else ConfigError)(
                 f"metrics can't be served on {options.listen}: {error.strerror or error}; choose another address with "
                 "--metrics-listen, or none",
                 ("metrics.listen",),
@@ -87,6 +92,10 @@ class _Server(ThreadingHTTPServer):
         self.source = source
         self.last = Snapshot()
         self._begun_s: dict[socket.socket, float] = {}
+        """In the order in which they came."""
+        self._asked: set[socket.socket] = set()
+        """Those whose whole request is here."""
+        self._dropped: set[socket.socket] = set()
         self._lock = threading.Lock()
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self.address_family = family
@@ -108,14 +117,33 @@ class _Server(ThreadingHTTPServer):
 
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002 - the library's interface
         with self._lock:
-            if len(self._begun_s) >= REQUESTS_MAX:
-                return False
-            self._begun_s[request] = time.monotonic()
+            now_s = time.monotonic()
+            if len(self._begun_s) - len(self._dropped) >= REQUESTS_MAX:
+                late = self._worth_least(now_s)
+                if late is None or len(self._dropped) >= DROPPED_MAX:
+                    return False
+                self._dropped.add(late)
+                _end(late)
+            self._begun_s[request] = now_s
             return True
+
+    def _worth_least(self, now_s: float) -> socket.socket | None:
+        """Whose place a later one may have: the first that has asked nothing yet, or else that takes too long."""
+        places = [request for request in self._begun_s if request not in self._dropped]
+        idle = (request for request in places if request not in self._asked)
+        slow = (request for request in places if now_s - self._begun_s[request] > REQUEST_S_SAFE)
+        return next(idle, None) or next(slow, None)
+
+    def asked(self, request: socket.socket) -> None:
+        """The whole request is here."""
+        with self._lock:
+            self._asked.add(request)
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
             self._begun_s.pop(request, None)
+            self._asked.discard(request)
+            self._dropped.discard(request)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
@@ -126,11 +154,16 @@ class _Server(ThreadingHTTPServer):
         with self._lock:
             late = [request for request, begun_s in self._begun_s.items() if begun_s < before_s]
         for request in late:
-            with contextlib.suppress(OSError):
-                request.shutdown(socket.SHUT_RDWR)
+            _end(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - the library's interface
         log.debug("an HTTP request ended early", exc_info=True, extra=about("http_request_failed"))
+
+
+def _end(request: socket.socket) -> None:
+    """Its thread finds a closed connection. Does not block."""
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -140,6 +173,12 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = REQUEST_S_MAX
     server_version = f"kvstored/{__version__}"
     sys_version = ""
+
+    def parse_request(self) -> bool:
+        whole = super().parse_request()
+        if whole:
+            self.server.asked(self.connection)
+        return whole
 
     def do_GET(self) -> None:
         try:

@@ -16,6 +16,7 @@ import numpy as np
 from kvstore.errors import BadInputError, DeniedError
 from kvstore.lease import Claim
 from kvstore.prefix_index.explain import End, Explanation
+from kvstore.prefix_index.hiding import Hidden
 from kvstore.server.prompts import PromptReader
 from kvstore.server.replies import Reply, Result
 from kvstore.server.session import Session, Sessions
@@ -139,7 +140,7 @@ class AdminHandlers:
         )
         for each in known:
             # Of one whose blocks have parts, these have numbers of their own: the blocks count.
-            counted = hidden[each.ordinals[0]]
+            counted = hidden.get(each.ordinal, Hidden(0, 0, 0))
             reply.namespaces.add(
                 digest=each.digest,
                 n_blocks=counted.n_blocks,
@@ -169,13 +170,35 @@ class AdminHandlers:
             hits=pack(facts.hits, U8),
             idle_s=pack(facts.idle_s, F64),
             pins=pack(facts.pins, I32),
-            ends=in_words(found, prompt),
+            ends=self._hybrid_ends(found, prompt) if prompt.namespace.parts else in_words(found, prompt),
             differs_at_token=found.differs_at,
         )
         if self._store.index.hints.is_used:
             now_s = self._store.clock.now_s()
             reply.hints_json = json.dumps([self._store.index.hints.of(block, now_s) for block in shown.tolist()])
         return Reply(reply)
+
+    def _hybrid_ends(self, found: Explanation, prompt: Prompt) -> str:
+        """What ends the blocks themselves, and how much of a hit each group allows, as a hit may need more of some."""
+        opened = prompt.namespace
+        n_stored, n_hit = len(found.match.ids), len(self._store.hybrid_match(prompt, 0).ids)
+        reaches = self._store.reach_by_part(prompt)
+        groups = sorted(
+            (group, opened.namespace.spec.groups[group].kind, min(reaches[part.number], n_stored))
+            for part in opened.parts
+            for group in part.groups
+        )
+        each = ", ".join(f"group {group} ({kind}) {reach}" for group, kind, reach in groups)
+        each = f"blocks that a hit may have by what is stored of each group: {each}"
+        ends = in_words(found, prompt)
+        if n_hit >= n_stored:
+            return f"{ends}; {each}"
+        ends = "every block of the prompt is stored" if found.end is End.WHOLE else ends
+        wanting = " and ".join(f"group {group} ({kind})" for group, kind, reach in groups if reach < n_stored)
+        return (
+            f"{ends}, but a hit has {n_hit} blocks only, for want of {wanting or 'blocks whose time is not over'}; "
+            f"{each}"
+        )
 
     # Claims --------------------------------------------------------------------------------------
 
@@ -232,19 +255,22 @@ def tenant_asked_for(session: Session, *, all_tenants: bool) -> str | None:
 def in_words(found: Explanation, prompt: Prompt) -> str:
     """Why a match ends where it does."""
     n = len(found.match.ids)
+    behind = f"behind block {n - 1}" if n else "for this namespace, salt and LoRA"
     if found.end is End.WHOLE:
         return "the whole prompt is stored"
     if found.end is End.EMPTY:
         return "nothing is stored for this namespace, salt and LoRA"
     if found.end is End.OPEN:
-        return f"nothing is stored behind block {n - 1}"
+        return f"nothing is stored {behind}"
     if found.end is End.BROKEN:
         return f"block {n} is known, but its bytes are lost"
     if prompt.path.unit_bytes == prompt.path.row_bytes:
         return f"what is stored behind {n} blocks has another hash for block {n}"
-    what = f"another token at {found.differs_at}" if found.stored >= 0 else f"no token at {found.differs_at}"
     tokens = f" ({found.stored}, here {found.here})" if found.stored >= 0 and found.here >= 0 else ""
     extra = ", or another image or sound there" if prompt.path.has_extra(n) else ""
+    if not found.match.partial_tokens:  # no stored block comes closer than any other
+        return f"what is stored {behind} has another token at {found.differs_at} (here {found.here}){extra}"
+    what = f"another token at {found.differs_at}" if found.stored >= 0 else f"no token at {found.differs_at}"
     return f"the stored block that comes closest to block {n} has {what}{tokens}{extra}"
 
 

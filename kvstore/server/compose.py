@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
-from pathlib import Path
 
 from kvstore.clock import Clock
 from kvstore.compression.frame import inspect, verify_frame
-from kvstore.config import DaemonConfig, format_size
-from kvstore.errors import ConfigError
+from kvstore.config import DaemonConfig
+from kvstore.config.here import check_nvme_place
 from kvstore.offload import WritePolicy
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.policy import make_policy
@@ -79,7 +77,7 @@ def leave_store_to_parent(store: Store) -> None:
 def _open_nvme(config: DaemonConfig, clock: Clock, files: Files | None) -> NvmeTier | None:
     if config.nvme_dir is None:
         return None
-    _check_place(config.nvme_dir, config.nvme_bytes)
+    check_nvme_place(config.nvme_dir, config.nvme_bytes)
     return NvmeTier(
         config.nvme_dir,
         config.nvme_bytes,
@@ -89,22 +87,3 @@ def _open_nvme(config: DaemonConfig, clock: Clock, files: Files | None) -> NvmeT
         clock=clock,
         verify=verify_frame,
     )
-
-
-def _check_place(directory: Path, capacity_bytes: int) -> None:
-    """Raises ConfigError if there is nowhere to make the directory, or no disk of this size below it."""
-    folder = directory if directory.exists() else directory.parent
-    try:
-        facts = os.statvfs(folder)
-    except OSError as error:
-        # One level is made; a longer path that is missing is more likely a mistake than a wish.
-        raise ConfigError(
-            f"{folder} can't be used for --nvme-dir: {error.strerror}; make it, or name another", ("nvme_dir",)
-        ) from error
-    disk_bytes = facts.f_blocks * facts.f_frsize
-    if capacity_bytes > disk_bytes:
-        raise ConfigError(
-            f"an NVMe tier of {format_size(capacity_bytes)} does not fit the {format_size(disk_bytes)} "
-            f"of the file system of {folder}: lower --nvme or name another --nvme-dir",
-            ("nvme_bytes", "nvme_dir"),
-        )

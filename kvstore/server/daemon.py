@@ -23,10 +23,12 @@ from kvstore.logs import about
 from kvstore.server.answers import Answers
 from kvstore.server.compose import close_store, leave_store_to_parent, make_store
 from kvstore.server.connection import Connection
+from kvstore.server.draining import drain, read_no_more
 from kvstore.server.grpc import open_server
 from kvstore.server.handlers import Handlers, Reply
 from kvstore.server.hello import CLIENT_NAME_CHARS_MAX, Greeting, check_version, hello_reply
 from kvstore.server.jobs import JobPump
+from kvstore.server.lingering import Lingering
 from kvstore.server.listen import ListeningSocket
 from kvstore.server.monitor import Monitor
 from kvstore.server.notices import Notices
@@ -90,8 +92,11 @@ class Daemon:
             self._handlers = Handlers(
                 self.store, config.policy_clock == "client", self.stats, self._notices.ask_to_unmap, self.epoch
             )
+            self._lingering = Lingering(
+                self._loop, self.sessions, self.store.dram, self.end_session, self._handlers.memory_came_back
+            )
             register_operators(self._handlers.by_method, self.store, prompts, self.sessions, self.epoch)
-            self.remote = RemoteSessions(self._loop, self, self._clock)
+            self.remote = RemoteSessions(self._loop, self, self._clock, config.max_clients)
             self._grpc = open_server(config.grpc, self._loop, self, self.remote, config.max_clients)
             undo.pop_all()
         self._connections: set[Connection] = set()
@@ -122,16 +127,20 @@ class Daemon:
             self._loop.remove_reader(self._listening.sock)
             self._listening.refuse()
         await self._answers.cancel_all()
+        read_no_more(self.store)
         for connection in list(self._connections):
             connection.close()
         if self._grpc is not None:
             await self._grpc.stop()
         for session in self.sessions:
-            self.end_session(session)
-        drained = await self._drain(self._loop.time() + self._config.drain_s)
+            # Its right ends, not its hold: it may live, and look at memory or write to it when all here is over.
+            self._cut_off(session)
+        drained = await drain(self.store, self._pump, self._loop.time() + self._config.drain_s)
         if self._tick_handle is not None:
             self._tick_handle.cancel()
         self._pump.close(join=drained)
+        for session in self.sessions:
+            self.sessions.forget(session)
         if not (drained and self._idle):
             log.warning(
                 "the disk did not finish within %.1f s: what it has not written is lost", self._config.drain_s,
@@ -150,19 +159,6 @@ class Daemon:
             connection.after_fork()
         self.monitor.after_fork()
         leave_store_to_parent(self.store)
-
-    async def _drain(self, deadline_s: float) -> bool:
-        """Write what only DRAM holds; let the store's jobs end, and those that follow from them."""
-        hierarchy = self.store.hierarchy
-        while await self._pump.until_quiet(deadline_s) and hierarchy is not None and not hierarchy.cleaner.drain():
-            if self.store.jobs:
-                continue
-            # The store holds something back (a disk that failed is tried again later): the next tick will tell.
-            left_s = deadline_s - self._loop.time()
-            if left_s <= 0:
-                break
-            await asyncio.sleep(min(TICK_S, left_s))
-        return self._pump.n_running == 0
 
     @property
     def _has_nvme(self) -> bool:
@@ -227,6 +223,7 @@ class Daemon:
             session.events = None
         elif session.calls is connection and self.sessions.get(session.id) is session:
             self._cut_off(session)
+            session.calls = None
             if not session.remote and not self.store.is_used_by(session.id):
                 self.end_session(session)  # its process may live for long and connect again and again
 
@@ -308,11 +305,12 @@ class Daemon:
         self.store.end_rights(session.id)
         self._notices.forget(session.id)
         session.live = True
+        session.n_returns += 1
         session.heartbeat_at_s = self._clock.now_s()
         return session
 
     def _open_session(self, greeting: Greeting, request: pb.HelloRequest) -> Session:
-        self.must_have_room()
+        self._must_have_room()
         # The same rules for a tenant's name as everywhere.
         tenant = request.tenant or "default"
         Namespace.check_tenant(tenant)
@@ -327,9 +325,9 @@ class Daemon:
         self._succession.session_opened(session)
         return session
 
-    def must_have_room(self) -> None:
-        """For one more client; raises BadInputError."""
-        if len(self.sessions) >= self._config.max_clients:
+    def _must_have_room(self) -> None:
+        """For one more client of this machine; raises BadInputError."""
+        if self.sessions.n_local >= self._config.max_clients:
             raise BadInputError(
                 f"{self._config.max_clients} clients are connected, the most this daemon takes (--max-clients)"
             )
@@ -392,6 +390,7 @@ class Daemon:
             self._succession.tick(self.store)
             self._pump.pump()
             self._end_overdue()
+            self._lingering.tick(self._clock.now_s())
             self._tell_ended()
             self._notices.ask_to_unmap()
         finally:

@@ -157,7 +157,9 @@ class Handlers:
 
     def attach_lease(self, session: Session, request: pb.AttachLeaseRequest) -> Result:
         shards = digests_of(request.shards)
-        lease = self._store.attach(session.id, session.tenant, request.lease_id, shards)
+        lease = self._store.attach(
+            session.id, session.tenant, request.lease_id, shards, request.namespace, request.block_bytes
+        )
         if len(shards) == 1:
             return Reply(shard_reply(self._store, lease, shards[0]))
         return Reply(lease_reply(self._store, lease))

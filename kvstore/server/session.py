@@ -1,11 +1,11 @@
 """Sessions: one client's presence, from its hello until nobody could touch its memory any more.
 
-    live --(disconnect, missed heartbeats)--> cut off --(process gone, goodbye)--> forgotten
+    live --(disconnect, missed heartbeats)--> cut off --(process gone, goodbye, nothing mapped)--> forgotten
       ^---------------(hello with its token)-----'
 
 A live session has rights. A session that is cut off has none, but its process may still have regions
 mapped, so what it held stays out of use until the process acknowledges (it may come back for that with
-its token) or is known to be gone.
+its token), or is known to be gone or to map nothing any more.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ class Session:
     heartbeat_at_s: float
     token: bytes = field(default_factory=lambda: secrets.token_bytes(TOKEN_BYTES))
     live: bool = True
+    n_returns: int = 0
+    """How often its client came back for it."""
     calls: object = None
     events: EventSink | None = None
     waits: set[Connection] = field(default_factory=set)
@@ -108,6 +110,11 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._by_id)
+
+    @property
+    def n_local(self) -> int:
+        """How many are of processes of this machine, those that were cut off too."""
+        return sum(not session.remote for session in self._by_id.values())
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._by_id.values()))

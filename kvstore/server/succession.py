@@ -7,7 +7,7 @@ from kvstore.server.session import Session
 from kvstore.store.store import Store
 from kvstore.takeover.blocks import adopt_blocks, open_keeper
 from kvstore.takeover.estate import Estate, FormerSession
-from kvstore.takeover.keeper import Keeper
+from kvstore.takeover.keeper import DigestOf, Keeper
 from kvstore.tiers.adopted import Former
 
 NO_DIGEST = bytes(16)
@@ -41,12 +41,19 @@ class Succession:
 
     def adopt_blocks(self, store: Store) -> int:
         """Make the blocks known that the store's DRAM tier has taken over; returns how many."""
-        if self._estate is None:
+        if self._estate is None or self.keeper is None:
             return 0
+        keeper, described = self.keeper, self._estate.namespaces
+        if store.hierarchy is not None:
+            on_nvme = {digest: text for digest, text in store.hierarchy.nvme.namespaces().values() if text}
+            described = on_nvme | described
 
         def ordinal_of(digest: bytes) -> int | None:
-            if digest == NO_DIGEST:  # an older daemon didn't say: nobody could tell what to clear
+            # What the daemon before didn't say, an older one, is left out: nobody could tell what to clear.
+            text = described.get(digest, "")
+            if digest == NO_DIGEST or not keeper.note_namespace(digest, text):
                 return None
+            store.namespaces.note(digest, text)
             return store.namespaces.ordinal(digest)
 
         return adopt_blocks(store.index, store.dram, ordinal_of, store.clock.now_s())
@@ -60,12 +67,23 @@ class Succession:
     def after_request(self, store: Store) -> None:
         """Before a reply goes out: what it says is stored must be found by the next daemon."""
         if self.keeper is not None:
-            self.keeper.after_request(store.index, store.namespaces.digest)
+            self.keeper.after_request(store.index, self._digest_of(store))
 
     def tick(self, store: Store) -> None:
         """Upkeep, every 50 ms."""
         if self.keeper is not None:
-            self.keeper.tick(store.index, store.namespaces.digest, store.clock.now_s())
+            self.keeper.tick(store.index, self._digest_of(store), store.clock.now_s())
+
+    def _digest_of(self, store: Store) -> DigestOf:
+        """Of a namespace whose blocks are about to be labelled: what it is must be known to whoever reads the label."""
+        keeper, spaces = self.keeper, store.namespaces
+
+        def digest_of(ordinal: int) -> bytes:
+            digest = spaces.digest(ordinal)
+            noted = keeper is not None and keeper.note_namespace(digest, spaces.description(ordinal))
+            return digest if noted else NO_DIGEST
+
+        return digest_of
 
     def session_opened(self, session: Session) -> None:
         """Before the client hears of it."""

@@ -35,6 +35,11 @@ class Use:
         self._then: Callable[[], None] | None = None
         self._ended = False
 
+    @property
+    def ended(self) -> bool:
+        """Whether ``end`` was called."""
+        return self._ended
+
     def __enter__(self) -> Self:
         with self._lock:
             if self._ended:

@@ -26,6 +26,8 @@ CENSUS_BLOCKS = 1 << 13
 """Blocks counted in one step: a few tenths of a millisecond."""
 NAMESPACES_PER_STEP = 8
 """Descriptions read in one step."""
+_BYTES = slice(3, 5)
+"""Which of the columns of ``Holdings`` are bytes: of all parts, where the others are of the blocks themselves."""
 _HEX = frozenset("0123456789abcdef")
 
 
@@ -71,12 +73,14 @@ class NamespaceFilter:
 class KnownNamespace:
     """A namespace that has been opened since the start, or has blocks from before.
 
-    ``namespace`` is None where nothing but blocks on NVMe tells of it. ``ordinals``: its numbers in the block table.
+    ``namespace`` is None where nothing but blocks on NVMe tells of it. ``ordinals``: its numbers in the block table;
+    ``ordinal`` is that of the blocks themselves where they have parts with other numbers, -1 if there is none.
     """
 
     digest: bytes
     namespace: Namespace | None
     ordinals: list[int]
+    ordinal: int = -1
     names: tuple[str, ...] = ()
     opened: OpenNamespace | None = None
 
@@ -91,6 +95,14 @@ class Holdings:
     dram_bytes: int = 0
     nvme_bytes: int = 0
     n_pinned_blocks: int = 0
+
+
+class _Described(NamedTuple):
+    """What a description says: the namespace, its digest, and which part of its blocks it is of."""
+
+    digest: bytes
+    namespace: Namespace | None
+    part: int
 
 
 class BlockFacts(NamedTuple):
@@ -110,8 +122,8 @@ class Administration:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._described: dict[bytes, tuple[bytes, Namespace | None]] = {}
-        """By digest of what lies on NVMe: the namespace that it belongs to."""
+        self._described: dict[bytes, _Described] = {}
+        """By digest of what lies on NVMe, or was taken over: the namespace that it belongs to."""
 
     def namespaces(self, wanted: NamespaceFilter, tenant: str | None, out: list[KnownNamespace]) -> Iterator[None]:
         """Put the namespaces of a tenant (None: of all) that fit into ``out``.
@@ -133,9 +145,10 @@ class Administration:
                 sums[ordinal] = sums.get(ordinal, 0) + counts
             yield
         zeros = np.zeros(6, np.int64)
-        out.extend(
-            Holdings(*sum((sums.get(ordinal, zeros) for ordinal in each.ordinals), zeros).tolist()) for each in known
-        )
+        for each in known:
+            counts = sums.get(each.ordinal, zeros).copy()
+            counts[_BYTES] = sum((sums.get(ordinal, zeros) for ordinal in each.ordinals), zeros)[_BYTES]
+            out.append(Holdings(*counts.tolist()))
 
     def whose(self, ordinal: int) -> tuple[bytes, Namespace | None]:
         """The namespace that has this number in the block table, and its digest; None if nobody has described it."""
@@ -145,10 +158,12 @@ class Administration:
             return opened.digest, opened.namespace
         digest = spaces.digest(ordinal)
         known = self._described.get(digest)
-        if known is None and hierarchy is not None:
-            listed = dict(hierarchy.nvme.namespaces().values())
-            known = self._description(digest, listed.get(digest, ""))
-        return known or (digest, None)
+        if known is None:
+            text = spaces.description(ordinal)
+            if not text and hierarchy is not None:
+                text = dict(hierarchy.nvme.namespaces().values()).get(digest, "")
+            known = self._description(digest, text)
+        return known.digest, known.namespace
 
     def blocks(self, ids: Ids) -> BlockFacts:
         """What is known of these blocks."""
@@ -192,7 +207,12 @@ class Administration:
         names = spaces.names()
         found = {
             opened.digest: KnownNamespace(
-                opened.digest, opened.namespace, list(opened.ordinals), names.get(opened.digest, ()), opened
+                opened.digest,
+                opened.namespace,
+                list(opened.ordinals),
+                opened.ordinal,
+                names.get(opened.digest, ()),
+                opened,
             )
             for opened in spaces.opened()
         }
@@ -201,23 +221,26 @@ class Administration:
         for n, (ordinal, digest) in enumerate(spaces.unopened()):
             if n % NAMESPACES_PER_STEP == 0:
                 yield
-            whole, namespace = self._description(digest, listed.get(digest, ""))
-            known = found.setdefault(whole, KnownNamespace(whole, namespace, []))
+            told = self._description(digest, spaces.description(ordinal) or listed.get(digest, ""))
+            known = found.setdefault(told.digest, KnownNamespace(told.digest, told.namespace, []))
             known.ordinals.append(ordinal)
+            if known.ordinal < 0 and not told.part:
+                known.ordinal = ordinal
         return list(found.values())
 
-    def _description(self, digest: bytes, text: str) -> tuple[bytes, Namespace | None]:
-        """The namespace, and its digest, of what has this digest and description on NVMe."""
+    def _description(self, digest: bytes, text: str) -> _Described:
+        """What has this digest and description on NVMe, or as the daemon before has noted it."""
         known = self._described.get(digest)
-        if known is None or (known[1] is None and text):
+        if known is None or (known.namespace is None and text):
             known = self._described[digest] = _described(digest, text)
         return known
 
 
-def _described(digest: bytes, text: str) -> tuple[bytes, Namespace | None]:
+def _described(digest: bytes, text: str) -> _Described:
     try:
         plain = json.loads(text) if text else {}
         namespace = Namespace.from_dict(plain.get("of", plain)) if plain else None
+        part = int(plain.get("part", 0))
     except (ValueError, TypeError, RecursionError):  # what the disk says may be anything
-        namespace = None
-    return (digest if namespace is None else namespace.digest()), namespace
+        return _Described(digest, None, 0)
+    return _Described(digest if namespace is None else namespace.digest(), namespace, part)

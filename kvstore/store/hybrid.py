@@ -116,6 +116,7 @@ class Hybrids(StoreParts):
             next(self._ids), tenant, self.clock.now_s() + ttl_s, {session_id: True},
             ids, n_blocks, held.partial_tokens, n_tokens, n_pending, n_nvme,
             parts=tuple(HeldPart(span.number, span.first_row, len(span.ids)) for span in held.spans),
+            namespace=prompt.namespace.digest, block_bytes=prompt.namespace.block_bytes,
         )  # fmt: skip
         self.leases.add(lease)
         if self.hierarchy is not None:

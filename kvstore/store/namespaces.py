@@ -102,6 +102,8 @@ class Namespaces:
         self._ordinals: dict[bytes, int] = {}
         self._digests: list[bytes] = []
         self._by_ordinal: dict[int, OpenNamespace] = {}
+        self._noted: dict[bytes, str] = {}
+        """Descriptions, by digest, of what was taken over and may not have been opened since."""
         self._names: dict[tuple[str, str], OpenNamespace] = {}
         self._n_open: Counter[str] = Counter()
         self._n_names: Counter[str] = Counter()
@@ -203,6 +205,17 @@ class Namespaces:
     def digest(self, ordinal: int) -> bytes:
         """The digest of the namespace with this number, which must have been given."""
         return self._digests[ordinal]
+
+    def note(self, digest: bytes, description: str) -> None:
+        """What has this digest, as the daemon before has said; it need not be open."""
+        self._noted[digest] = description
+
+    def description(self, ordinal: int) -> str:
+        """As ``Stored`` has it, of what is open or was noted; empty if nobody has said what has this number."""
+        opened = self._by_ordinal.get(ordinal)
+        if opened is not None:
+            return opened.stored_as(ordinal).description
+        return self._noted.get(self.digest(ordinal), "")
 
     def by_ordinal(self, ordinal: int) -> OpenNamespace:
         """The open namespace that has something with this number."""

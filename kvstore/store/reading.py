@@ -97,23 +97,33 @@ class Reading(Hybrids):
         lease = Lease(
             next(self._ids), prompt.namespace.namespace.tenant, self.clock.now_s() + ttl_s, {session_id: True},
             wanted, n_blocks, partial_tokens, n_tokens, n_pending, n_nvme,
+            namespace=prompt.namespace.digest, block_bytes=prompt.namespace.block_bytes,
         )  # fmt: skip
         self.leases.add(lease)
         if self.hierarchy is not None:
             self.hierarchy.offloader.accessed(reach.ids)
         return lease
 
-    def attach(self, session_id: int, tenant: str, lease_id: int, shards: Sequence[bytes] = ()) -> Lease:
+    def attach(
+        self,
+        session_id: int,
+        tenant: str,
+        lease_id: int,
+        shards: Sequence[bytes] = (),
+        namespace: bytes = b"",
+        block_bytes: int = 0,
+    ) -> Lease:
         """Make this session a holder of a lease of its tenant too. Raises EndedError if there is none.
 
-        ``shards``: those of a lease over a family that it is going to read. Raises BadInputError if there are no such.
+        ``shards``: those of a lease over a family that it is going to read. Of another lease ``namespace`` is the
+        digest of the one it was taken in, or else ``block_bytes`` the size of its blocks. Raises BadInputError if it
+        is over something else.
         """
         lease = self.leases.get(lease_id)
         if lease is None or lease.ended_at(self.clock.now_s()) or lease.tenant != tenant:
             raise EndedError(f"lease {lease_id} is unknown or has ended: match and lease the prefix again")
-        if lease.shards and not shards:
-            n_shards = len(lease.shards)
-            raise BadInputError(f"lease {lease_id} is over a family of {n_shards} shards: say which to attach to")
+        if not shards:
+            lease.check_reader(namespace, block_bytes)
         for shard in shards:
             lease.ids_of(shard)
         if lease.holders.get(session_id):

@@ -80,8 +80,12 @@ class Writing(Hybrids):
             time_s=prompt.time_s, category=prompt.category, part=prompt.part, root=prompt.root, hints=prompt.hints,
         )  # fmt: skip
         self.reservations.add(reservation)
-        if n_present == n_blocks and not prompt.part:
-            self._note_stored(reservation, found.ids)  # stored again, although nothing is to be written
+        # What is there is stored again, although it is not written again and whatever becomes of the rest. A part that
+        # is missing counts too: the block that it is of is there, and no commit of parts notes anything of blocks.
+        n_again = n_present + (n_missing if prompt.part else 0)
+        if n_again:
+            there = prefix if n_rows == len(prefix) else np.append(prefix, found.partial_id)
+            self._note_stored(reservation, there[: first_block + n_again])
         return reservation
 
     def _without_generated(self, prompt: Prompt, first_row: int, n_missing: int) -> tuple[int, str]:
@@ -198,9 +202,10 @@ class Writing(Hybrids):
         is_new = np.zeros(len(path), np.bool_)
         if inserted is not None and len(inserted.ids):
             is_new[len(path) - len(inserted.ids) :] = inserted.is_new
-        now_s = self.clock.now_s()
-        hints.stored(path, is_new, reservation.namespace, reservation.hints, now_s, reservation.time_s)
-        self.counters.add("hinted_requests", reservation.hints is not None)
+        now_s, namespace = self.clock.now_s(), self.namespaces.by_ordinal(reservation.namespace)
+        hints.stored(path, is_new, namespace.ordinal, reservation.hints, now_s, reservation.time_s)
+        if not reservation.part and (inserted is None or not reservation.n_present):  # once a request
+            self.counters.add("hinted_requests", reservation.hints is not None)
 
     def _insert(self, reservation: Reservation, first_row: int, slots: NDArray[np.int64]) -> Inserted:
         if reservation.part:

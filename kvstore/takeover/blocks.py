@@ -41,9 +41,7 @@ def open_keeper(path: Path, owner: str, grace_s: float, name: str) -> tuple[Keep
     except UnavailableError as error:
         log.warning("DRAM starts cold: %s", error, extra=about("dram_cold", error=str(error)))
     except IntegrityError as error:
-        log.warning(
-            "DRAM starts cold, what was left is dropped: %s", error, extra=about("dram_cold", error=str(error))
-        )
+        log.warning("DRAM starts cold, what was left is dropped: %s", error, extra=about("dram_cold", error=str(error)))
     return Keeper(path, owner, grace_s, name, link), estate
 
 

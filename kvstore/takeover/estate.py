@@ -14,6 +14,7 @@ import numpy as np
 
 from kvstore.errors import IntegrityError
 from kvstore.takeover.link import Entry
+from kvstore.takeover.notes import read_notes
 from kvstore.tiers import memfd
 from kvstore.tiers.adopted import Former, FormerRegion
 from kvstore.tiers.directory import FormerDirectory, Labels
@@ -38,11 +39,13 @@ class FormerSession:
 
 @dataclass(frozen=True, slots=True)
 class Estate:
-    """All that an earlier daemon left: memory and clients."""
+    """All that an earlier daemon left: memory, clients, and what the blocks in that memory belong to."""
 
     former: Former
     sessions: list[FormerSession]
     last_session_id: int
+    namespaces: dict[bytes, str]
+    """What the namespaces of blocks are, by the digest in the blocks' labels."""
 
     def close(self) -> None:
         """Close all descriptors. For an estate that nobody takes."""
@@ -81,6 +84,7 @@ class _Reader:
         if more or facts["format"] != FORMAT or directory_entry.fd < 0:
             raise IntegrityError(f"its format is {facts['format']}; {FORMAT} is known here")
         directory = FormerDirectory(directory_entry.fd)
+        namespaces = self._namespaces()
         sessions = self._sessions()
         try:
             mappers = self._mappers()
@@ -98,12 +102,21 @@ class _Reader:
         for region in regions:
             self._fds.discard(region.fd)
         former = Former(regions, max([directory.last_region_id, *(region.id for region in regions)]))
-        return Estate(former, list(sessions.values()), last_session_id)
+        return Estate(former, list(sessions.values()), last_session_id, namespaces)
 
     def close_rest(self) -> None:
         """The descriptors that nobody has taken."""
         for fd in self._fds:
             os.close(fd)
+
+    def _namespaces(self) -> dict[bytes, str]:
+        """Of a daemon that has labelled nothing there are none."""
+        found: dict[bytes, str] = {}
+        for _, entry in self._entries.get("namespaces", []):
+            if entry.fd < 0:
+                raise IntegrityError("descriptions of namespaces have no memory file")
+            found |= read_notes(entry.fd)
+        return found
 
     def _sessions(self) -> dict[int, FormerSession]:
         """Those whose process is alive: the mappings of others are gone."""
@@ -138,14 +151,15 @@ class _Reader:
         if region_id < 1 or size_bytes < memfd.PAGE_BYTES or size_bytes % memfd.PAGE_BYTES:
             raise IntegrityError(f"region {region_id} has {size_bytes} bytes")
         none = np.empty(0, np.int64)
-        memory = FormerRegion(region_id, -1, size_bytes, 0, "", None, mappers, none, Labels.join([]))
+        inode = os.fstat(entry.fd).st_ino if entry.fd >= 0 else int(facts.get("inode", 0))
+        memory = FormerRegion(region_id, -1, size_bytes, 0, "", None, mappers, none, Labels.join([]), inode)
         if entry.fd < 0 or not _is_sealed(entry.fd, size_bytes):
             return memory  # retired, or never seen by anyone but its writer: no block was found there
         slot_bytes, writer, base = int(facts["slot_bytes"]), int(facts["writer"]), int(facts["base"])
         indexes = directory.labelled(base, size_bytes // slot_bytes)
         return FormerRegion(
             region_id, entry.fd, size_bytes, slot_bytes, str(facts["tenant"]), writer if writer in mappers else None,
-            mappers, indexes, directory.labels(base + indexes),
+            mappers, indexes, directory.labels(base + indexes), inode,
         )  # fmt: skip
 
 

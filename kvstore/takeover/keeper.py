@@ -1,4 +1,4 @@
-"""What a daemon keeps with its holder while it lives: regions, clients, the slot directory.
+"""What a daemon keeps with its holder while it lives: regions, clients, the slot directory, what namespaces are.
 
 It writes down everything before it has an effect outside: a region before a client hears of it, a mapping
 before the client gets the descriptor. A packet that was sent is safe even if this process dies at once; if one
@@ -23,6 +23,7 @@ from kvstore.prefix_index.block_table import NO_PARENT, Ids
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.takeover.estate import FORMAT
 from kvstore.takeover.link import SEND_S, Entry, HolderLink
+from kvstore.takeover.notes import NamespaceNotes
 from kvstore.tiers.directory import Labels
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.labelling import Labelling
@@ -36,7 +37,7 @@ SETTLE_S = 2.0
 """How long after the start those are waited for who mapped the memory that was taken over."""
 
 DigestOf = Callable[[int], bytes]
-"""The digest of a namespace by its number in the block table."""
+"""The digest of a namespace by its number in the block table; zeros for one that no next daemon is told of."""
 
 log = logging.getLogger("kvstore.takeover")
 
@@ -58,6 +59,8 @@ class Keeper:
         self._generation = ""
         self._link = link
         self._entries: dict[str, Entry] = {}
+        self._notes: NamespaceNotes | None = None
+        self._notes_failed = False
         self._dram: DramTier | None = None
         self._labelling: Labelling | None = None
         self._serving = False
@@ -91,8 +94,8 @@ class Keeper:
     def regions_unmapped(self, region_ids: Collection[int], client: int) -> None:
         self._drop([f"map/{region_id}/{client}" for region_id in region_ids])
 
-    def region_retired(self, region_id: int, size_bytes: int) -> None:
-        self._put(Entry(f"region/{region_id}", json.dumps({"size_bytes": size_bytes})))
+    def region_retired(self, region_id: int, size_bytes: int, inode: int) -> None:
+        self._put(Entry(f"region/{region_id}", json.dumps({"size_bytes": size_bytes, "inode": inode})))
         self._confirm()
 
     def region_gone(self, region_id: int) -> None:
@@ -111,6 +114,32 @@ class Keeper:
     def session_gone(self, session_id: int) -> None:
         """Nothing of its memory can be in use any more. Before its pidfd is closed."""
         self._drop([f"session/{session_id}"])
+
+    # Namespaces ----------------------------------------------------------------------------------
+
+    def note_namespace(self, digest: bytes, description: str) -> bool:
+        """Say what has this digest, before a label does; cheap if it was said. False if it can't be.
+
+        Blocks of one that the next daemon is not told of must not be taken over: nobody could tell what to clear.
+        """
+        if self._notes is not None and digest in self._notes:
+            return True
+        if not description:
+            return False
+        try:
+            if self._notes is None:
+                self._notes = NamespaceNotes()
+                self._put(Entry("namespaces", "", self._notes.fd))
+            self._notes.add(digest, description)
+        except OSError as error:
+            if not self._notes_failed:
+                log.warning(
+                    "a restart would find some blocks cold: what a namespace is can't be noted: %s", error,
+                    extra=about("namespace_not_noted", error=str(error)),
+                )  # fmt: skip
+            self._notes_failed = True
+            return False
+        return True
 
     # The daemon's life ---------------------------------------------------------------------------
 
@@ -158,6 +187,9 @@ class Keeper:
                 link.close()
         self._link = None
         self._found.clear()
+        if self._notes is not None:
+            self._notes.close()
+            self._notes = None
 
     def end(self) -> None:
         """As ``leave``, but nobody is to find anything: the holder ends and lets go of the memory."""

@@ -264,12 +264,16 @@ class LeaseReply(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., ttl_s: _Optional[float] = ..., n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., n_tokens: _Optional[int] = ..., slots: _Optional[_Union[Slots, _Mapping]] = ..., n_pending: _Optional[int] = ..., eta_s: _Optional[float] = ..., n_nvme: _Optional[int] = ..., first_block: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PartSlots, _Mapping]]] = ...) -> None: ...
 
 class AttachLeaseRequest(_message.Message):
-    __slots__ = ("lease_id", "shards")
+    __slots__ = ("lease_id", "shards", "namespace", "block_bytes")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     shards: bytes
-    def __init__(self, lease_id: _Optional[int] = ..., shards: _Optional[bytes] = ...) -> None: ...
+    namespace: bytes
+    block_bytes: int
+    def __init__(self, lease_id: _Optional[int] = ..., shards: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., block_bytes: _Optional[int] = ...) -> None: ...
 
 class LeaseShardRequest(_message.Message):
     __slots__ = ("lease_id", "shard")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,14 @@ import pytest
 
 from kvstore.bench.generate import ConversationOptions, TokenTrace
 from kvstore.bench.hybrid import MODELS, Engine, HybridOptions, run_hybrid, simulate_by_group
+from kvstore.bench.report import hybrid_table
 from kvstore.cli.main import main
 from kvstore.client import Client
 from kvstore.errors import BadInputError
 from kvstore.hybrid import parts_of
 from kvstore.types import GroupKind
 
+README = Path(__file__).parents[2] / "README.md"
 CONVERSATIONS = ConversationOptions(sessions=12, system_tokens=100, block_tokens=16, mean_question_tokens=60, seed=3)
 
 
@@ -121,6 +124,27 @@ def test_runs_are_what_a_hit_may_need_later() -> None:
     assert list(engine.runs(sliding, 15, 50)) == [(15, 20), (32, 40), (42, 50)]
     assert list(engine.runs(sliding, 30, 45)) == [(32, 45)]
     assert list(engine.runs(full, 5, 5)) == list(engine.runs(sliding, 5, 5)) == []
+
+
+def test_what_was_not_stored_is_explained() -> None:
+    chosen = options("gpt-oss")
+    report = run_hybrid(chosen, workload := chosen.load())
+    assert report.longest_blocks == max(len(request.tokens) for request in workload.requests) // 16
+    report.daemon = report.by_group
+    assert hybrid_table(report).caption is None
+    report.skipped_blocks = 7
+    caption = str(hybrid_table(report).caption)
+    assert "found DRAM full of what was in use" in caption
+    assert f"the longest prompt has {report.longest_blocks}. Give more --dram-percent" in caption
+
+
+def test_the_example_of_the_readme_shows_what_groups_are_worth() -> None:
+    example = re.search(r"bench hybrid --model (\S+) --sessions (\d+) --dram-percent (\d+)$", README.read_text(), re.M)
+    assert example is not None
+    conversations = ConversationOptions(sessions=int(example[2]), block_tokens=64)
+    chosen = HybridOptions(example[1], conversations, float(example[3]))
+    report = run_hybrid(chosen, chosen.load())
+    assert report.by_group.token_hit_ratio > report.whole.token_hit_ratio
 
 
 def test_what_a_model_looks_like_and_what_can_not_be() -> None:

@@ -38,10 +38,12 @@ def test_show_names_every_setting_and_its_origin(tmp_path: Path) -> None:
     assert (rows["daemon.heartbeat"]["value"], rows["daemon.heartbeat"]["layer"]) == (3.0, "env")
     assert (rows["leases.max"]["value"], rows["leases.max"]["from"]) == (3600.0, "--lease-max")
     assert rows["dram.prefault"] == {
-        "name": "dram.prefault", "value": True, "written": "true", "layer": "default", "from": "default",
+        "name": "dram.prefault", "value": True, "written": "true", "effective": "true", "layer": "default",
+        "from": "default",
     }  # fmt: skip
     table = run("config", "--show", "--config", str(file)).stdout
     assert "64MiB" in table
+    assert "4MiB (fits the tier)" in table
     assert "dram.prefault" in table
 
 
@@ -72,6 +74,53 @@ def test_check_judges_a_file_alone(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "policy is 'mru'; known are" in done.stderr
     assert f"{file}, line 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[nvme]\ndir = "{here}/file"\ncapacity = "64MiB"', "k.toml, line 2"),
+        (
+            '[nvme]\ndir = "{here}/file"\ncapacity = "64MiB"',
+            "{here}/file can't be used for --nvme-dir: Not a directory",
+        ),
+        ('[nvme]\ndir = "{here}/file/d"\ncapacity = "64MiB"', "{here}/file can't be used for --nvme-dir: Not a"),
+        ('[nvme]\ndir = "{here}/a/b"\ncapacity = "64MiB"', "{here}/a can't be used for --nvme-dir: No such file"),
+        ('[grpc]\nlisten = "unix:{here}/g"\ntoken_file = "{here}/t"', "--grpc-token-file '{here}/t' can't be used: No"),
+        (
+            '[grpc]\nlisten = "unix:{here}/g"\ntoken_file = "{here}"',
+            "--grpc-token-file '{here}' can't be used: it is no",
+        ),
+        (
+            '[grpc]\nlisten = "localhost:1"\ntls_cert = "{here}/c"\ntls_key = "{here}/file"\ntoken_file="{here}/file"',
+            "--grpc-tls-cert '{here}/c' can't be used: No such file",
+        ),
+        ('[grpc]\ntoken_file = "{here}/file"', "--grpc-token-file needs --grpc-listen"),
+        ('[daemon]\nsocket = "{here}/s"\n[holder]\nsocket = "{here}/s"', "--socket and --holder are both"),
+    ],
+)
+def test_check_finds_what_this_machine_or_another_listener_makes_impossible(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    (tmp_path / "file").write_text("x")
+    file = tmp_path / "k.toml"
+    file.write_text(text.format(here=tmp_path))
+    done = run("config", "--check", str(file))
+    assert done.returncode == 2, done.stdout
+    assert words.format(here=tmp_path) in done.stderr
+
+
+def test_check_finds_nothing_wrong_with_what_is_there(tmp_path: Path) -> None:
+    for name in ("c", "k", "t"):
+        (tmp_path / name).write_text("x")
+    file = tmp_path / "k.toml"
+    file.write_text(
+        f'[nvme]\ndir = "{tmp_path}/new"\ncapacity = "1MiB"\n[metrics]\nlisten = "127.0.0.1:9090"\n[grpc]\n'
+        f'listen = "127.0.0.1:9091"\ntls_cert = "{tmp_path}/c"\ntls_key = "{tmp_path}/k"\ntoken_file = "{tmp_path}/t"\n'
+    )
+    done = run("config", "--check", str(file))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_example_passes_its_own_check(tmp_path: Path) -> None:

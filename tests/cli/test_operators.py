@@ -14,7 +14,7 @@ import pytest
 
 from kvstore import __version__
 from kvstore.client import Client
-from kvstore.types import KVSpec, Namespace
+from kvstore.types import KVSpec, Namespace, Shard
 from tests.tiers.segment_files import frames_in
 
 NAMESPACE = Namespace(model="llama", revision="r1", spec=KVSpec.opaque(4, 8192))
@@ -29,9 +29,11 @@ class Command:
         self.path: Path = daemon.config.socket_path
         self.tmp_path = tmp_path
 
-    def __call__(self, *arguments: str, code: int = 0, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    def __call__(
+        self, *arguments: str, code: int = 0, stdin: str = "", columns: str = "200"
+    ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "kvstore.cli", *arguments]
-        environment = {"KVSTORE_SOCKET": str(self.path), "COLUMNS": "200", "PATH": "/usr/bin:/bin"}
+        environment = {"KVSTORE_SOCKET": str(self.path), "COLUMNS": columns, "PATH": "/usr/bin:/bin"}
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=90, check=False, env=environment, input=stdin
         )
@@ -162,6 +164,10 @@ def test_clear_asks_counts_and_clears(kvstore: Command, client: Client) -> None:
     assert kvstore.json("clear", "--model", "llama", "--dry-run")["n_blocks"] == 3
     refused = kvstore("clear", "--model", "llama", code=130, stdin="n\n")
     assert "3 blocks of 1 namespaces" in refused.stderr
+    assert f"{NAMESPACE.digest().hex()[:12]} llama@r1" in refused.stderr
+    unanswered = kvstore("clear", "--model", "llama", code=2)
+    assert "nobody is there to answer: give --yes" in unanswered.stderr
+    assert "interrupted" not in unanswered.stderr
     assert client.open(NAMESPACE).match(prompt(3)).n_blocks == 3
     done = kvstore.json("clear", "--model", "llama", "--revision", "r1", "--yes")
     assert (done["n_blocks"], done["durable"], done["n_left_blocks"]) == (3, True, 0)
@@ -169,6 +175,42 @@ def test_clear_asks_counts_and_clears(kvstore: Command, client: Client) -> None:
     assert client.open(OTHER).match(prompt(2)).n_blocks == 2
     kvstore("clear", "--everything", stdin="y\n")
     assert client.open(OTHER).match(prompt(2)).n_blocks == 0
+
+
+@pytest.mark.parametrize("how", ["--yes", "--dry-run", "--json"])
+def test_clear_says_that_nothing_fits(kvstore: Command, client: Client, how: str) -> None:
+    assert "no namespace" in kvstore("clear", "--model", "nope", how, code=2).stderr
+    store(client, NAMESPACE, 1)
+    said = kvstore("clear", "--model", "nope", how, code=2).stderr
+    assert f"no namespace fits; it knows {NAMESPACE.digest().hex()[:12]} llama@r1" in said
+    kvstore("clear", "--model", "llama", "--revision", "r2", how, code=2)
+    assert client.open(NAMESPACE).match(prompt(1)).n_blocks == 1
+
+
+def test_ranks_of_one_model_are_told_apart_and_cleared_one_by_one(kvstore: Command, client: Client) -> None:
+    model, revision = "an-organization/some-long-model-name", "0e9e39f249a16976918f6564b8830bc894c89659"
+    ranks = [
+        Namespace(model=model, revision=revision, spec=KVSpec.opaque(4, 8192), shard=Shard(tp_rank=rank, tp_size=2))
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        store(client, rank, 2)
+    for arguments in (["inspect", "namespaces"], ["clear", "--everything", "--dry-run"]):
+        for columns in ("80", "200"):
+            text = kvstore(*arguments, columns=columns).stdout
+            squeezed = "".join(line.split("│")[2].strip() if line.count("│") > 2 else "" for line in text.splitlines())
+            assert max(map(len, text.splitlines())) <= int(columns)
+            for number, rank in enumerate(ranks):
+                assert rank.digest().hex()[:12] in text
+                assert f"{model}@{revision}tp{number}/2" in squeezed.replace(" ", "")
+    assert "llama" not in text
+    said = kvstore("inspect", "namespace", "--model", model, code=2).stderr
+    assert "say which (--digest" in said
+    assert f"{ranks[1].digest().hex()[:12]} {model}@{revision} tp 1/2" in said
+    done = kvstore.json("clear", "--digest", ranks[1].digest().hex()[:12], "--yes")
+    (gone,) = done["namespaces"]
+    assert (Namespace.from_dict(gone["namespace"]), gone["n_blocks"]) == (ranks[1], 2)
+    assert client.open(ranks[0]).match(prompt(2)).n_blocks == 2
 
 
 @pytest.mark.parametrize("arguments", [[], ["--model", "m", "--everything"], ["--digest", "xyz"], ["--revision", "r"]])
@@ -226,8 +268,8 @@ def test_top_once(kvstore: Command, client: Client) -> None:
 def test_verify_a_directory_and_repair_it(kvstore: Command, client: Client) -> None:
     store(client, NAMESPACE, 4)
     directory = str(kvstore.daemon.config.nvme_dir)
-    assert "in use by another process" in kvstore("verify", directory, code=2).stderr
-    assert "in use by another process" in kvstore("verify", directory, "--repair", code=2).stderr
+    assert "in use by another process" in kvstore("verify", directory, code=1).stderr
+    assert "in use by another process" in kvstore("verify", directory, "--repair", code=1).stderr
     key = client.open(NAMESPACE).inspect(prompt(4)).keys[1].tobytes()
     client.close()
     kvstore.daemon.stop()

@@ -447,6 +447,26 @@ def test_waits_that_were_cancelled_hold_up_nobody(disk: tuple[Any, FaultyFiles])
     run(main())
 
 
+def test_a_cancelled_wait_returns_at_once_and_its_copy_is_never_made(disk: tuple[Any, FaultyFiles]) -> None:
+    daemon, files = disk
+
+    async def main() -> None:
+        async with opened(daemon) as (client, cache):
+            stuck, out = files.stick("read", times=None), np.zeros((8, BLOCK_BYTES), np.uint8)
+            task = asyncio.ensure_future(cache.get_into(prompt(8), out, wait=600.0))
+            assert await asyncio.to_thread(stuck.reached.wait, WAIT_S)
+            await cancel(task)
+            stuck.release()
+
+            async def all_given_back() -> bool:
+                return (await client.stats())["leases"] == 0 and (await cache.match(prompt(8))).n_dram_blocks == 8
+
+            await until(all_given_back)
+        assert not out.any()  # and no thread is left that might copy
+
+    run(main())
+
+
 # A daemon that hangs -----------------------------------------------------------------------------
 
 

@@ -92,8 +92,15 @@ def test_a_lease_reads_in_place_and_read_only(ns: NamespaceHandle, client: Clien
         del view
         assert client.stats()["leases"] == 1
     assert client.stats()["leases"] == 0
-    with pytest.raises(EndedError, match="released"):
+    with pytest.raises(EndedError, match=r"^this lease has ended: it was released \(id \d+\)$"):
         lease.view(0)
+
+
+def test_a_reservation_that_has_ended_says_so_in_words(ns: NamespaceHandle) -> None:
+    slots = ns.reserve(tokens_of(1), n_blocks=1)
+    slots.abort()
+    with pytest.raises(EndedError, match=r"^this write reservation has ended: "):
+        slots.view(0)
 
 
 def test_first_block_and_max_blocks_choose_a_part(ns: NamespaceHandle) -> None:
@@ -305,6 +312,26 @@ def test_a_lease_is_usable_from_another_connection_of_the_tenant(
             other.attach(lease.id, BLOCK_BYTES)
         with ns.lease(tokens) as mine, pytest.raises(EndedError):
             stranger.attach(mine.id, BLOCK_BYTES)
+
+
+def test_a_lease_is_read_as_what_it_is_over_or_not_at_all(ns: NamespaceHandle, client: Client, connect: Any) -> None:
+    tokens, blocks = tokens_of(2), blocks_of(2)
+    ns.put(tokens, blocks)
+    same_size = Namespace("another model", spec_of())
+    with ns.lease(tokens) as lease, connect() as other:
+        wrong: list[dict[str, Any]] = [
+            {"namespace": same_size}, {"block_bytes": BLOCK_BYTES // 2}, {"block_bytes": 1 << 40},
+        ]  # fmt: skip
+        for said in wrong:
+            with pytest.raises(BadInputError, match="attach to it through the namespace that it was taken in"):
+                other.attach(lease.id, **said)
+        with pytest.raises(BadInputError, match="namespace is 'model'"):
+            other.attach(lease.id, namespace="model")
+        with pytest.raises(BadInputError, match="give block_bytes, or the namespace"):
+            other.attach(lease.id, BLOCK_BYTES, namespace=ns.namespace)
+        with other.attach(lease.id, namespace=ns.namespace) as theirs:
+            np.testing.assert_array_equal(theirs[1], blocks[1])
+    assert client.stats()["leases"] == 0
 
 
 def test_pins_keep_blocks_under_pressure(ns: NamespaceHandle) -> None:

@@ -228,6 +228,24 @@ def test_another_client_attaches_and_reads_every_group(connect: Callable[..., Cl
             assert_bytes(attached, content)
 
 
+def test_a_lease_of_another_namespace_is_not_read_as_of_this_one(
+    hybrid: HybridHandle, connect: Callable[..., Client]
+) -> None:
+    """Not of another model of the same shape, nor of one with other sizes, nor of one that is not hybrid."""
+    put(hybrid, 4, states=(3,))
+    smaller = KVSpec(BLOCK_TOKENS, (KVGroup(layers=1, kv_heads=2, head_dim=16), *SPEC.groups[1:]))
+    with hybrid.lease(tokens_of(4)) as lease, connect() as other:
+        for wrong in (namespace(revision="2"), namespace(smaller)):
+            with pytest.raises(BadInputError, match=f"lease {lease.id} is over another namespace"):
+                other.open_hybrid(wrong).attach(lease.id)
+        with pytest.raises(BadInputError, match="attach with open_hybrid"):
+            other.attach(lease.id, namespace=namespace())
+        plain = other.open(Namespace("plain", KVSpec.opaque(BLOCK_TOKENS, 4096)))
+        plain.put(tokens_of(1), np.zeros((1, 4096), np.uint8))
+        with plain.lease(tokens_of(1)) as theirs, pytest.raises(BadInputError, match="is over another namespace"):
+            hybrid.attach(theirs.id)
+
+
 def test_a_part_can_be_reserved_and_filled_in_place(hybrid: HybridHandle) -> None:
     tokens, full, latent = tokens_of(2), blocks_of(FULL, 2), blocks_of(MLA, 2)
     with hybrid.reserve(tokens, n_blocks=2) as reservation:
@@ -317,6 +335,28 @@ def test_what_is_wrong_is_said(client: Client, hybrid: HybridHandle) -> None:
         hybrid.lease(tokens).group(4)
     with pytest.raises(BadInputError, match="hybrid namespaces can't be asked together"):
         client.open_family([namespace()])
+
+
+def test_a_windows_blocks_without_their_place_are_refused(hybrid: HybridHandle) -> None:
+    """They would count as the first blocks, and a later hit there would read the KV of other positions."""
+    tokens = tokens_of(8, extra=5)
+    full = {FULL: blocks_of(FULL, 8), MLA: blocks_of(MLA, 8)}
+    with pytest.raises(BadInputError, match=r"blocks\[1\] has 3 blocks.* 0 to 2.*a pair, such as \{1: \(5, array\)\}"):
+        hybrid.put(tokens, {**full, SLIDING: blocks_of(SLIDING, 3)})
+    with pytest.raises(BadInputError, match=r"the full groups given with it end with block 9: .*\{2: \(9, array\)\}"):
+        hybrid.put(tokens_of(12), {FULL: (2, full[FULL]), MLA: (2, full[MLA]), STATE: blocks_of(STATE, 1)})
+    with pytest.raises(BadInputError, match=r"the prompt's whole blocks end with block 7: .*\{1: \(5, array\)\}"):
+        hybrid.put(tokens, {SLIDING: blocks_of(SLIDING, 3)})
+    assert hybrid.match(tokens).by_group == (0, 0, 0, 0)
+    windows = {SLIDING: (5, blocks_of(SLIDING, 3)), STATE: (7, blocks_of(STATE, 1))}
+    assert hybrid.put(tokens, {**full, **windows}).n_skipped == 0
+    assert hybrid.match(tokens).by_group == (8, 8, 8, 8)
+    longer = tokens_of(10, seed=1)
+    first = {FULL: blocks_of(FULL, 3), MLA: blocks_of(MLA, 3), SLIDING: blocks_of(SLIDING, 3)}
+    assert hybrid.put(longer, first).n_skipped == 0, "of the same blocks as the full groups"
+    more = {FULL: blocks_of(FULL, 7), MLA: blocks_of(MLA, 7)}
+    assert hybrid.put(longer, more, first_block=3).n_skipped == 0
+    assert hybrid.put(longer, {SLIDING: blocks_of(SLIDING, 3)}, first_block=7).n_skipped == 0
 
 
 def test_requests_that_no_client_makes_are_refused(client: Client, hybrid: HybridHandle) -> None:

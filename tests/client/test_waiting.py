@@ -46,8 +46,10 @@ def test_how_long_is_waited(wait: Any, n_tokens: int, expected: float) -> None:
 
 @pytest.mark.parametrize("wait", ["forever", -1, float("nan"), float("inf"), None, True, "1"])
 def test_what_is_no_wait_is_named(wait: Any) -> None:
-    with pytest.raises(BadInputError, match=r"wait is"):
+    with pytest.raises(BadInputError, match=r"wait is") as told:
         wait_seconds(wait, 1, 1.0)
+    if wait in (None, True):
+        assert str(told.value) == f"wait is {wait!r}; give 'best_effort', 'wait', seconds or a WaitRule"
 
 
 @pytest.mark.parametrize(("base_s", "per_1k_tokens_s"), [(-1, 0), (0, -1), (float("nan"), 0), ("1", 0)])

@@ -90,6 +90,27 @@ def test_a_higher_layer_can_take_back_what_a_lower_one_sets(write: Any) -> None:
     assert not found.config.metrics.enabled
 
 
+def test_relative_paths_in_a_file_count_from_its_folder(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    write('[daemon]\nsocket = "d.sock"\n[nvme]\ndir = "data/kv"\ncapacity = "1GiB"\n[grpc]\nlisten = "unix:g.sock"\n')
+    found = layered(document(Path("../kvstore.toml")), {}, {})
+    assert found.config.socket_path is not None
+    assert found.config.nvme_dir is not None
+    assert found.config.nvme_dir.is_absolute()
+    assert found.config.nvme_dir.resolve() == tmp_path / "data" / "kv"
+    assert found.config.socket_path.resolve() == tmp_path / "d.sock"
+    assert Path(found.config.grpc.listen.removeprefix("unix:")).resolve() == tmp_path / "g.sock"
+    assert socket_of(document(Path("../kvstore.toml"))) == found.config.socket_path
+    nearer = layered(document(Path("../kvstore.toml")), {"KVSTORE_NVME_DIR": "mine"}, {"daemon.socket": "e.sock"})
+    assert (nearer.config.nvme_dir, nearer.config.socket_path) == (Path("mine"), Path("e.sock"))
+    with pytest.raises(ConfigError, match=r"--nvme-dir is empty or '\.'"):
+        layered(document(write('[nvme]\ndir = ""\ncapacity = "1GiB"')), {}, {})
+
+
 def test_every_mistake_in_a_file_is_told_with_its_line_and_the_way_out(write: Any) -> None:
     path = write(
         '[dram]\ncapcity = "1GiB"\nprefault = "yes"\n[nvme]\nwrite_policy = "sideways"\nio_timeout = "5 parsec"\n'
@@ -112,6 +133,22 @@ def test_every_mistake_in_a_file_is_told_with_its_line_and_the_way_out(write: An
     ):
         assert any(each.startswith(f"{path}, line {line}: {words}") for each in lines), (words, lines)
     assert len(lines) == 10
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('[nvme]\ndirectory = "/n"', r"line 2: \[nvme\] has no 'directory'; did you mean 'dir'\?"),
+        ('[nvme]\npath = "/n"', r"did you mean 'dir'\?"),
+        ('[dram]\nsize = "1GiB"', r"\[dram\] has no 'size'; did you mean 'capacity'\?"),
+        ("[daemon]\npath = 's'", r"did you mean 'socket'\?"),
+        ("max_clients = 3", r"no section \[max_clients\]; did you mean daemon\.max_clients\?"),
+        ("write-policy = 'back'", r"did you mean nvme\.write_policy\?"),
+    ],
+)
+def test_other_words_for_a_setting_lead_to_it(write: Any, text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        layered(document(write(text)), {}, {})
 
 
 @pytest.mark.parametrize(
@@ -176,6 +213,18 @@ def test_a_check_of_others_counts_as_a_rule() -> None:
         ({"KVSTORE_DARM_CAPACITY": "3"}, r"did you mean \$KVSTORE_DRAM_CAPACITY"),
         ({"KVSTORE_GRPC_ZZZ": "3"}, r"\$KVSTORE_GRPC_ZZZ is no setting; did you mean \$KVSTORE_"),
         ({"KVSTORE_SOCKTE": "3"}, r"did you mean \$KVSTORE_SOCKET"),
+        ({"KVSTORE_DRAM": "2GiB"}, r"\$KVSTORE_DRAM is no setting; did you mean \$KVSTORE_DRAM_CAPACITY\?"),
+        ({"KVSTORE_NVME": "2GiB"}, r"did you mean \$KVSTORE_NVME_CAPACITY\?"),
+        ({"KVSTORE_DAEMON_SOCKET": "/s"}, r"did you mean \$KVSTORE_SOCKET\?"),
+        ({"KVSTORE_METRICS": "1"}, r"did you mean \$KVSTORE_METRICS_LISTEN\?"),
+        ({"KVSTORE_LOG": "debug"}, r"did you mean \$KVSTORE_LOG_LEVEL\?"),
+        ({"KVSTORE_MAX_CLIENTS": "3"}, r"did you mean \$KVSTORE_DAEMON_MAX_CLIENTS\?"),
+        ({"KVSTORE_WRITE_POLICY": "back"}, r"did you mean \$KVSTORE_NVME_WRITE_POLICY\?"),
+        ({"KVSTORE_POLL_US": "3"}, r"did you mean \$KVSTORE_DAEMON_POLL\?"),
+        ({"KVSTORE_DRAM_BYTES": "3"}, r"did you mean \$KVSTORE_DRAM_CAPACITY\?"),
+        ({"KVSTORE_DRAM_SIZE": "3"}, r"did you mean \$KVSTORE_DRAM_CAPACITY\?"),
+        ({"KVSTORE_NVME_PATH": "/n"}, r"did you mean \$KVSTORE_NVME_DIR\?"),
+        ({"KVSTORE_NVME_DIRECTORY": "/n"}, r"did you mean \$KVSTORE_NVME_DIR\?"),
         ({"KVSTORE_DRAM_CAPACITY": "lots"}, r"\$KVSTORE_DRAM_CAPACITY: dram.capacity is 'lots'; it must be a size"),
         ({"KVSTORE_DAEMON_MAX_CLIENTS": "many"}, "it must be a whole number"),
         ({"KVSTORE_DRAM_PREFAULT": "perhaps"}, "it must be true or false"),
@@ -274,6 +323,31 @@ def test_what_is_in_force_can_be_told_as_json(write: Any) -> None:
     assert rows["leases.default"]["written"] == "250ms"
     assert rows["leases.default"]["layer"] == "file"
     assert rows["nvme.dir"]["value"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "effective"),
+    [
+        ({}, "dram.region", "64MiB (fits the tier)"),
+        ({"dram.capacity": "64MiB"}, "dram.region", "4MiB (fits the tier)"),
+        ({"dram.region": "8MiB"}, "dram.region", "8MiB"),
+        ({}, "nvme.capacity", "none"),
+        ({}, "nvme.write_behind", "none"),
+        (
+            {"dram.capacity": "64MiB", "nvme.dir": "/n", "nvme.capacity": "1GiB"},
+            "nvme.write_behind",
+            "16MiB (a quarter of DRAM, at most 1GiB)",
+        ),
+        ({"log.slow": "0"}, "log.slow", "none"),
+        ({"nvme.dir": "/n", "nvme.capacity": "1GiB", "nvme.drain": "0"}, "nvme.drain", "0s"),
+        ({}, "leases.max", "10m"),
+    ],
+)
+def test_a_value_that_stands_for_another_one_is_shown_as_what_it_comes_to(
+    flags: dict[str, str], name: str, effective: str
+) -> None:
+    rows = {row["name"]: row for row in in_force(layered(None, {}, flags))}
+    assert rows[name]["effective"] == effective
 
 
 def test_the_reference_in_the_documents_is_the_table() -> None:

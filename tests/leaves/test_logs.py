@@ -87,16 +87,16 @@ def test_names_that_clients_give_themselves_stay_on_their_line(log_of: Callable[
     try:
         raise ValueError("broken")
     except ValueError:
-        logging.getLogger("kvstore.x").exception("client %s\x1b[2J failed", "a\nERROR forged")
+        logging.getLogger("kvstore.nvme").exception("client %s\x1b[2J failed", "a\nERROR forged")
     first, second, *_ = log.lines()
     assert first.endswith(r"client a\x0aERROR forged\x1b[2J failed")
     assert second.startswith("Traceback")
 
 
 def test_each_logger_can_have_a_level_of_its_own(log_of: Callable[..., Log]) -> None:
-    log = log_of(level="error,kvstore.x=debug", format="json")
-    logging.getLogger("kvstore.x").debug("seen")
-    logging.getLogger("kvstore.x.below").debug("seen")
+    log = log_of(level="error,kvstore.nvme=debug", format="json")
+    logging.getLogger("kvstore.nvme").debug("seen")
+    logging.getLogger("kvstore.nvme.below").debug("seen")
     logging.getLogger("kvstore.y").warning("not seen")
     logging.getLogger("kvstore.y").error("seen")
     assert [each["message"] for each in log.objects()] == ["seen"] * 3
@@ -104,7 +104,7 @@ def test_each_logger_can_have_a_level_of_its_own(log_of: Callable[..., Log]) -> 
 
 def test_setting_it_up_again_replaces_it(log_of: Callable[..., Log]) -> None:
     former, log = log_of(), log_of()
-    logging.getLogger("kvstore.x").warning("once")
+    logging.getLogger("kvstore.nvme").warning("once")
     assert former.lines() == []
     assert len(log.lines()) == 1
 

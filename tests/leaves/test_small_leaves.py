@@ -190,6 +190,16 @@ MIB = 1 << 20
         ({"lease_s_default": 700.0}, "--lease-default 700.0 is above --lease-max 600.0"),
         ({"max_clients": 0}, "--max-clients is 0"),
         ({"max_clients": 65537}, "--max-clients is 65537"),
+        ({"lease_s_default": "60s"}, "^lease_s_default is '60s'; it must be a number$"),
+        ({"region_bytes": "4MiB"}, "^region_bytes is '4MiB'; it must be a whole number$"),
+        ({"dram_bytes": float(MIB)}, r"^dram_bytes is 1048576\.0; it must be a whole number$"),
+        ({"max_clients": True}, "^max_clients is True; it must be a whole number$"),
+        ({"selective_hits": "2"}, "^selective_hits is '2'; it must be a whole number$"),
+        ({"poll_us": None}, "^poll_us is None; it must be a number$"),
+        ({"prefault": "yes"}, "^prefault is 'yes'; it must be True or False$"),
+        ({"policy": 1}, "^policy is 1; it must be a text$"),
+        ({"socket_path": "d.sock"}, r"^socket_path is 'd\.sock'; it must be a pathlib\.Path or None$"),
+        ({"grpc": "unix:/s"}, r"^grpc is 'unix:/s'; it must be GrpcOptions\(\.\.\.\)$"),
     ],
 )
 def test_settings_that_can_not_work_are_refused(settings_: dict[str, Any], says: str) -> None:
@@ -262,10 +272,10 @@ def test_counters_sum_up_and_snapshots_are_copies() -> None:
 
 def test_all_errors_have_one_root_and_bad_input_is_a_value_error() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
-    assert len(kinds) == 13
+    assert len(kinds) == 14
     assert all(issubclass(kind, KVStoreError) for kind in kinds)
     bad = {kind.__name__ for kind in kinds if issubclass(kind, ValueError)}
-    assert bad == {"BadInputError", "ConfigError", "SpecMismatchError", "TraceError"}
+    assert bad == {"BadInputError", "ConfigError", "InUseError", "SpecMismatchError", "TraceError"}
     for child, parent in (
         (errors.VersionError, errors.ProtocolError),
         (errors.SocketInUseError, errors.UnavailableError),

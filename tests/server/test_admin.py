@@ -11,6 +11,7 @@ import pytest
 from kvstore.client import Client
 from kvstore.client.watching import BlockEvent
 from kvstore.errors import BadInputError, DeniedError
+from kvstore.hybrid import parts_of
 from kvstore.types import ExtraKey, GroupKind, KVGroup, KVSpec, Namespace
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
@@ -206,9 +207,44 @@ def test_a_prompt_is_told_block_by_block_and_why_it_goes_no_further(two_tiers: A
     assert differs.ends == "the stored block that comes closest to block 2 has another token at 9 (9, here 77)"
     assert len(differs.keys) == 3
     assert len(ns.inspect(tokens(3), first_block=2).keys) == 1
+    assert ns.inspect(tokens(2, tag=5)).ends == (
+        "what is stored for this namespace, salt and LoRA has another token at 0 (here 5000)"
+    )
+    assert ns.inspect([*tokens(1), *tokens(1, tag=5)]).ends == (
+        "what is stored behind block 0 has another token at 4 (here 5000)"
+    )
     image = ns.inspect(tokens(3), extras=[ExtraKey(4, 4, b"image")])
     assert (image.n_blocks, image.differs_at_token) == (1, 4)
     assert image.ends.endswith("or another image or sound there")
+
+
+def test_of_a_hybrid_prompt_it_is_told_which_group_a_hit_lacks(two_tiers: Any, client: Client) -> None:
+    groups = (
+        KVGroup(layers=1, kv_heads=1, head_dim=32, dtype="float16"),
+        KVGroup(layers=1, kv_heads=1, head_dim=32, dtype="float16", kind=GroupKind.SLIDING, window_tokens=8),
+        KVGroup(layers=1, dtype="uint8", layout="opaque", page_bytes=4096, kind=GroupKind.STATE),
+    )
+    spec = KVSpec(BLOCK_TOKENS, groups)
+    handle = client.open_hybrid(Namespace(model="h", spec=spec))
+    rows = np.ones((8, BLOCK_TOKENS * 32 * 4), np.uint8)
+    state = np.ones((1, parts_of(spec)[2].block_bytes), np.uint8)
+    assert handle.put(tokens(8), {0: rows, 1: (2, rows[2:]), 2: (7, state)}).n_skipped == 0
+    by_group = (
+        "; blocks that a hit may have by what is stored of each group: "
+        "group 0 (full) {}, group 1 (sliding) {}, group 2 (state) {}"
+    )
+    assert handle.inspect(tokens(8)).ends == "the whole prompt is stored" + by_group.format(8, 8, 8)
+    shorter = handle.inspect(tokens(7))
+    assert (shorter.n_blocks, handle.match(tokens(7)).n_blocks) == (7, 0)
+    assert shorter.ends == (
+        "every block of the prompt is stored, but a hit has 0 blocks only, for want of group 2 (state)"
+        + by_group.format(7, 7, 0)
+    )
+    longer = handle.inspect(tokens(9))
+    assert longer.ends == "nothing is stored behind block 7" + by_group.format(8, 8, 8)
+    assert handle.inspect(tokens(2)).ends.startswith(
+        "every block of the prompt is stored, but a hit has 0 blocks only, for want of group 1 (sliding) and group 2"
+    )
 
 
 def test_leases_and_pins_are_listed_with_their_owners(client: Client) -> None:

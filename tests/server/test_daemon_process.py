@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.cli.daemon_process import READY
+from kvstore.cli.daemon_process import READY, own_daemon
 from kvstore.client import Client
 from kvstore.types import KVSpec, Namespace
 
@@ -81,6 +81,19 @@ def test_a_second_daemon_on_the_socket_is_refused_with_the_way_out(process: Proc
     assert "Traceback" not in done.stderr
     with Client(process.path, timeout_s=5.0) as client:
         assert client.stats()["sessions"] == 1
+
+
+def test_what_another_process_uses_is_no_mistake_of_the_settings(tmp_path: Path) -> None:
+    """Exit code 1: with 2, systemd would not try again (docs/OPERATIONS.md)."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = run_serve(tmp_path / "d.sock", "--dram", "8MiB", "--metrics-listen", place)
+        assert (done.returncode, "Address already in use" in done.stderr) == (1, True), done.stderr
+    nvme = ["--dram", "8MiB", "--nvme-dir", str(tmp_path / "nvme"), "--nvme", "64MiB"]
+    with own_daemon(nvme, tmp_path / "first.sock"):
+        done = run_serve(tmp_path / "d.sock", *nvme)
+        assert (done.returncode, "in use by another process" in done.stderr) == (1, True), done.stderr
+    assert run_serve(tmp_path / "d.sock", "--metrics-listen", "nonsense").returncode == 2
 
 
 def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.client import Client
 from kvstore.config import DaemonConfig, GrpcOptions, LogOptions, MetricsOptions
-from kvstore.errors import ConfigError, EndedError
+from kvstore.errors import ConfigError, EndedError, InUseError
 from kvstore.http import server as http_server
 from kvstore.tiers.nvme.direct import DirectFiles
 from kvstore.tiers.nvme.faults import FaultyFiles
@@ -282,7 +282,7 @@ def test_without_it_nothing_listens(daemon: DaemonThread) -> None:
 
 def test_an_address_that_is_taken_stops_the_start(start_daemon: Callable[..., DaemonThread], tmp_path: Path) -> None:
     port = port_of(start_daemon(metrics=ON))
-    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: Address already in use; .*--metrics-listen") as error:
+    with pytest.raises(InUseError, match=f"127.0.0.1:{port}: Address already in use; .*--metrics-listen") as error:
         start_daemon(socket_path=tmp_path / "e.sock", metrics=MetricsOptions(f"127.0.0.1:{port}"))
     assert error.value.settings == ("metrics.listen",)
     assert not (tmp_path / "e.sock").exists()
@@ -295,10 +295,11 @@ def test_a_start_that_fails_leaves_nothing_listening(start_daemon: Callable[...,
     assert not http_threads()
 
 
-def test_idle_connections_are_bounded_and_ended(
-    start_daemon: Callable[..., DaemonThread], monkeypatch: pytest.MonkeyPatch, wait_until: Any
+def test_idle_connections_keep_nobody_out_and_are_ended(
+    start_daemon: Callable[..., DaemonThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server._Handler, "timeout", 600.0)  # as if each sent a byte now and then
+    """One that has sent nothing, and one that sends a byte now and then: each loses its place to one that comes."""
+    monkeypatch.setattr(http_server._Handler, "timeout", 600.0)
     port = port_of(start_daemon(metrics=ON))
     with ExitStack() as stack:
         idle = [
@@ -306,20 +307,44 @@ def test_idle_connections_are_bounded_and_ended(
             for _ in range(http_server.REQUESTS_MAX)
         ]
         idle[0].sendall(b"GET /health HT")
-
-        def refused() -> bool:
-            try:
-                get(port, "/health")
-            except (http.client.RemoteDisconnected, ConnectionResetError):
-                return True
-            return False
-
-        wait_until(refused, "one request too many is refused")
+        idle[1].sendall(b"GET /health HTTP/1.1\r\nHost:")
+        for path in ("/health", "/ready", "/metrics"):
+            refill = stack.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S))
+            assert get(port, path)[0] == 200
+            idle.append(refill)
+        assert [each.recv(100) for each in idle[:4]] == [b""] * 4, "the oldest went"
         monkeypatch.setattr(http_server, "REQUEST_S_MAX", 0.0)
         for each in idle:
             assert each.recv(100) == b""
         monkeypatch.setattr(http_server, "REQUEST_S_MAX", WAIT_S)
-    wait_until(lambda: get(port, "/health")[0] == 200, "others are answered again")
+        assert get(port, "/health")[0] == 200
+
+
+@pytest.mark.parametrize("safe_s", [WAIT_S, -1.0])
+def test_who_has_asked_keeps_its_place_for_a_while(
+    start_daemon: Callable[..., DaemonThread], monkeypatch: pytest.MonkeyPatch, wait_until: Any, safe_s: float
+) -> None:
+    monkeypatch.setattr(http_server, "SNAPSHOT_S_MAX", WAIT_S)
+    monkeypatch.setattr(http_server, "REQUEST_S_SAFE", safe_s)
+    daemon = start_daemon(metrics=MetricsOptions("127.0.0.1:0", stall_s=3600.0))
+    assert daemon.daemon.monitor.http is not None
+    port, server = port_of(daemon), daemon.daemon.monitor.http._server
+    with ExitStack() as stack:
+        with stuck_loop(daemon):
+            asking = [
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S))
+                for _ in range(http_server.REQUESTS_MAX)
+            ]
+            for each in asking:
+                each.sendall(b"GET /ready HTTP/1.0\r\n\r\n")
+            wait_until(lambda: len(server._asked) == len(asking), "all requests are there")
+            if safe_s > 0:
+                with pytest.raises(ConnectionError):
+                    get(port, "/health")
+            else:
+                assert get(port, "/health")[0] == 200
+        n_answered = sum(each.recv(12) == b"HTTP/1.0 200" for each in asking)
+        assert n_answered == len(asking) - (safe_s < 0)
 
 
 def test_slow_requests_are_logged(start_daemon: Callable[..., DaemonThread], caplog: pytest.LogCaptureFixture) -> None:

@@ -65,15 +65,19 @@ class ReadingSteps(StoreModel):
         held = dice.choice(self.leases)
         number = dice.choice(self.live())
         tenant = self.sessions[number].tenant
-        if held.ended or held.deadline_s <= self.now_s or tenant != self.spaces[held.space].tenant:
+        space = self.spaces[held.space]
+        digest = self.rig.namespace(space.block_bytes, space.tenant).digest
+        if held.ended or held.deadline_s <= self.now_s or tenant != space.tenant:
             with pytest.raises(EndedError):
                 self.store.attach(number, tenant, held.id)
             return
         if held.rights.get(number):
-            with pytest.raises(BadInputError):
-                self.store.attach(number, tenant, held.id)
+            with pytest.raises(BadInputError, match="holds lease"):
+                self.store.attach(number, tenant, held.id, namespace=digest)
             return
-        lease = self.store.attach(number, tenant, held.id)
+        with pytest.raises(BadInputError, match="another namespace"):
+            self.store.attach(number, tenant, held.id, namespace=bytes(16))
+        lease = self.store.attach(number, tenant, held.id, namespace=digest)
         assert self.rig.slots_of(lease).tolist() == held.slots
         held.rights[number] = True
 

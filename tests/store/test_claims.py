@@ -79,7 +79,7 @@ def test_every_holder_of_a_lease_must_release_it(rig: Rig) -> None:
     prompt = rig.rows(2, tag=1)
     rig.put(ALICE, prompt)
     lease = rig.store.lease(ALICE, prompt)
-    assert rig.store.attach(BOB, "default", lease.id) is lease
+    assert rig.store.attach(BOB, "default", lease.id, namespace=prompt.namespace.digest) is lease
     assert rig.store.release(ALICE, lease.id)
     assert rig.store.index.table.refs[lease.ids].tolist() == [1, 1]
     rig.store.renew(BOB, lease.id)
@@ -89,6 +89,26 @@ def test_every_holder_of_a_lease_must_release_it(rig: Rig) -> None:
     assert not rig.store.index.table.refs.any()
     with pytest.raises(EndedError, match=str(lease.id)):
         rig.store.attach(ALICE, "default", lease.id)
+
+
+def test_who_attaches_says_what_it_takes_the_blocks_for(rig: Rig) -> None:
+    prompt = rig.rows(2, tag=1)
+    rig.put(ALICE, prompt)
+    lease = rig.store.lease(ALICE, prompt)
+    other = rig.namespace(4 * KIB, revision="2")
+    wrong: list[dict[str, Any]] = [
+        {"namespace": other.digest},
+        {"namespace": other.digest, "block_bytes": 4 * KIB},
+        {"namespace": prompt.namespace.digest[:8]},
+        {"block_bytes": 2 * KIB},
+        {"block_bytes": 8 * KIB},
+        {},
+    ]
+    for said in wrong:
+        with pytest.raises(BadInputError, match=f"lease {lease.id} is over (another namespace|blocks of 4096 bytes)"):
+            rig.store.attach(BOB, "default", lease.id, **said)
+    assert list(lease.holders) == [ALICE]
+    assert rig.store.attach(BOB, "default", lease.id, block_bytes=4 * KIB) is lease
 
 
 def test_another_tenant_can_not_attach_and_can_not_tell_why(rig: Rig) -> None:
@@ -117,7 +137,7 @@ def test_after_its_deadline_a_lease_has_no_right_but_still_its_hold(rig: Rig, *,
         assert (rig.stat("leases"), rig.stat("leases_ended_unacknowledged")) == (0, 1)
     acts: list[Callable[[], Any]] = [
         lambda: rig.store.renew(BOB, lease.id),
-        lambda: rig.store.attach(ALICE, "default", lease.id),
+        lambda: rig.store.attach(ALICE, "default", lease.id, namespace=prompt.namespace.digest),
     ]
     for act in acts:
         with pytest.raises(EndedError, match=str(lease.id)):
@@ -191,7 +211,7 @@ def test_a_session_can_not_hold_claims_without_end(rig: Rig, monkeypatch: pytest
         rig.store.lease(ALICE, prompt)
     theirs = rig.store.lease(BOB, prompt)
     with pytest.raises(BadInputError, match="holds 3 claims"):
-        rig.store.attach(ALICE, "default", theirs.id)
+        rig.store.attach(ALICE, "default", theirs.id, namespace=prompt.namespace.digest)
     rig.store.release(ALICE, ids[0])
     rig.store.lease(ALICE, prompt)
     rig.store.check()
@@ -247,7 +267,7 @@ def test_a_session_cut_off_loses_its_rights_and_keeps_its_holds(rig: Rig) -> Non
     prompt = rig.rows(4, tag=1)
     rig.put(ALICE, prompt)
     mine, shared = rig.store.lease(BOB, prompt), rig.store.lease(BOB, prompt)
-    rig.store.attach(ALICE, "default", shared.id)
+    rig.store.attach(ALICE, "default", shared.id, namespace=prompt.namespace.digest)
     pin = rig.store.pin(BOB, prompt)
     rig.store.end_rights(BOB)
     for lease in (mine, shared):
@@ -260,7 +280,7 @@ def test_a_session_cut_off_loses_its_rights_and_keeps_its_holds(rig: Rig) -> Non
     rig.put(ALICE, rig.rows(28, tag=3))
     assert rig.found(prompt) == 4
     assert rig.store.release(BOB, mine.id)  # it came back to say so
-    rig.store.attach(BOB, "default", shared.id)
+    rig.store.attach(BOB, "default", shared.id, namespace=prompt.namespace.digest)
     assert rig.store.renew(BOB, shared.id) == 10.0
 
 
@@ -268,7 +288,7 @@ def test_a_forgotten_session_holds_nothing(rig: Rig) -> None:
     prompt = rig.rows(4, tag=1)
     rig.put(ALICE, prompt)
     shared = rig.store.lease(BOB, prompt)
-    rig.store.attach(ALICE, "default", shared.id)
+    rig.store.attach(ALICE, "default", shared.id, namespace=prompt.namespace.digest)
     rig.store.lease(BOB, prompt)
     rig.store.pin(BOB, prompt)
     reservation = rig.reserve(BOB, rig.rows(3, tag=2))

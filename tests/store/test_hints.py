@@ -12,6 +12,7 @@ from kvstore.hints import Hints
 from kvstore.prefix_index import hint_columns
 from kvstore.store.requests import Prompt
 from tests.store.families import KIB, Family
+from tests.store.hybrid_rig import LAYOUTS, HybridRig
 from tests.store.rig import Rig
 from tests.store.two_tier import TwoTierRig
 
@@ -143,6 +144,69 @@ def test_stored_again_they_are_found_again_without_being_written_again(rig: Rig)
     rig.store.release(BOB, lease.id)
     rig.clock.advance(2.0)
     assert rig.store.match(brief).n_tokens == 0
+
+
+@pytest.mark.parametrize("why", ["generated tokens", "no room", "aborted"])
+def test_what_is_answered_as_present_is_found_again_whatever_becomes_of_the_rest(rig: Rig, why: str) -> None:
+    rig.put(ALICE, hinted(rig, 4, 1, ttl_s=5.0))
+    if why == "no room":
+        rig.store.pin(BOB, rig.rows(4, tag=1), 90.0)
+        rig.reserve(ALICE, rig.rows(32, tag=2), ttl_s=90.0)
+    rig.clock.advance(6.0)
+    rig.store.tick()
+    assert rig.store.match(rig.rows(6, tag=1)).n_tokens == 0
+    longer = hinted(rig, 6, 1, turn=2)
+    if why == "generated tokens":
+        longer = longer._replace(n_prompt_tokens=8, prompt_only=True)
+    reservation = rig.reserve(ALICE, longer)
+    assert (reservation.n_present, len(reservation.slots)) == (4, 2 if why == "aborted" else 0)
+    rig.store.abort(ALICE, reservation.id)
+    assert rig.store.match(longer).n_tokens == 8
+    assert known(rig, longer) == [{"turn": 2}] * 4
+    assert rig.count("hinted_requests") == 2
+
+
+def test_a_request_with_hints_counts_once_also_if_some_blocks_are_there(rig: Rig) -> None:
+    rig.put(ALICE, rig.rows(2, tag=1))
+    assert rig.put(ALICE, hinted(rig, 4, 1, turn=1)).n_committed == 2
+    assert rig.put(ALICE, hinted(rig, 4, 1, turn=1)).n_committed == 0
+    assert rig.count("hinted_requests") == 2
+
+
+def test_a_short_last_block_that_is_there_is_found_again_too(rig: Rig) -> None:
+    brief = rig.prompt([1, 2, 3])._replace(hints=Hints(ttl_s=5.0))
+    rig.put(ALICE, brief)
+    rig.clock.advance(6.0)
+    assert rig.store.match(brief).n_tokens == 0
+    assert rig.reserve(ALICE, brief).n_present == 2
+    assert rig.store.match(brief).n_tokens == 3
+
+
+def test_parts_that_are_stored_keep_their_blocks_alive(make_rig: Any) -> None:
+    """Those that are there already as well as new ones; and the session that they are of stays one."""
+    rig = make_rig(capacity_bytes=512 * KIB)
+    it, layout, tokens = HybridRig(rig), LAYOUTS[1], tuple(range(4))
+    brief = it.prompt(layout, tokens)._replace(hints=Hints(ttl_s=5.0, session_id="s"))
+    window = brief._replace(part=1)
+    for asked in (brief, window, window):
+        reservation = rig.reserve(ALICE, asked, 0, 2)
+        if len(reservation.slots):
+            rig.map_regions(ALICE, reservation.slots, writable=True)
+            rig.store.commit(ALICE, reservation.id)
+        assert rig.store.match(brief).n_tokens == (0 if asked is brief else 4)
+        rig.clock.advance(6.0)
+        assert rig.store.match(brief).n_tokens == 0
+    assert rig.count("hinted_requests") == 1
+    assert rig.store.end_session(brief.namespace, "s") == 2
+
+
+def test_only_what_was_asked_for_is_stored_again(rig: Rig) -> None:
+    brief = hinted(rig, 4, 1, ttl_s=5.0)
+    rig.put(ALICE, brief)
+    rig.clock.advance(6.0)
+    assert rig.reserve(ALICE, brief._replace(hints=None), 0, 2).n_present == 2
+    rig.clock.advance(60.0)
+    assert rig.store.match(brief).n_tokens == 4
 
 
 @pytest.mark.parametrize("second", [{}, {"ttl_s": 100.0}, None])

@@ -155,7 +155,7 @@ def test_a_directory_that_was_given_up_is_not_believed(lives: Lives) -> None:
 
 KEYS = st.sampled_from(
     ["directory", "region/1", "region/x", "region", "map/1/1", "map/1", "map/1/x", "session/1", "session/-1",
-     "what/ever", ""]
+     "namespaces", "what/ever", ""]
 )  # fmt: skip
 TEXTS = st.one_of(
     st.sampled_from(["", "{}", "[]", "1", '"x"', '{"format":1,"last_session_id":0}', '{"size_bytes":4096}']),

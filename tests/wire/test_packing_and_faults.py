@@ -65,6 +65,7 @@ KINDS = [
 ARRIVES_AS: dict[type[Exception], type[Exception]] = {
     errors.BadInputError: errors.BadInputError,
     errors.ConfigError: errors.BadInputError,
+    errors.InUseError: errors.BadInputError,
     errors.TraceError: errors.BadInputError,
     errors.SpecMismatchError: errors.SpecMismatchError,
     errors.ProtocolError: errors.BadInputError,

@@ -11,7 +11,7 @@ import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, InUseError
 from kvstore.tiers.nvme.files import Files
 
 MAGIC = "kvstore-nvme"
@@ -55,7 +55,7 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Makes the directory if need be. Raises ConfigError when it can't be used or somebody has it."""
+        """Makes the directory if need be. Raises ConfigError when it can't be used, InUseError if somebody has it."""
         self._directory = directory
         self._fds: list[int] = []
         try:
@@ -74,9 +74,10 @@ class DirectoryLock:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self.release()
-            raise ConfigError(
+            raise InUseError(
                 f"the NVMe directory {str(directory)!r} is in use by another process: "
-                "stop that daemon, or give this one a directory of its own"
+                "stop that daemon, or give this one a directory of its own",
+                ("nvme_dir",),
             ) from error
 
     def is_there(self) -> bool:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from kvstore.client.remote.target import Pem, Target
 from kvstore.errors import BadInputError
+from kvstore.wire.grpc_log import quieten
+from kvstore.wire.tls import belong_together
 
 if TYPE_CHECKING:
     from kvstore.client.remote.link import RemoteLink
@@ -29,14 +31,17 @@ def remote_link(
         if isinstance(client_certificate, str | bytes) or len(client_certificate) != 2:
             raise BadInputError("client_certificate must be two: the certificate and its key, as PEM files or bytes")
         certificate, key = (_pem("client_certificate", part) for part in client_certificate)
+        if not belong_together(certificate, key):
+            raise BadInputError("client_certificate: the key belongs to another certificate; give the two of a pair")
         pair = (certificate, key)
     roots = _pem("root_certificates", root_certificates) if root_certificates is not None else None
     target = Target(address, token or "", roots, pair)
+    quieten()
     try:
         from kvstore.client.remote.link import RemoteLink
     except ImportError as error:
         raise BadInputError(
-            f"{address} needs packages that are not installed ({error}): pip install 'kvstored[grpc]'"
+            f"{address} needs packages that are not installed ({error}): pip install '.[grpc]' in a checkout"
         ) from error
     return RemoteLink(target)
 

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from kvstore.client.transport import RefusedError, ReplyT, TimedOutError
+from kvstore.client.transport import RefusedError, ReplyT, TimedOutError, TurnedAwayError
 from kvstore.errors import BadInputError, DeniedError, KVStoreError, ProtocolError, UnavailableError
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import service_pb2 as spb
@@ -38,13 +38,15 @@ def error_of(error: grpc.RpcError, address: object) -> KVStoreError:
     """What a failed call means here."""
     sent = sent_error(error)
     status, details = error.code(), error.details() or ""
+    if isinstance(sent, DeniedError) and status is grpc.StatusCode.UNAUTHENTICATED:
+        return TurnedAwayError(f"{address} does not let this client in: {sent}")
     if sent is not None:
         # What the daemon itself says it can't do now is no end of the connection.
         return RefusedError(str(sent)) if isinstance(sent, UnavailableError) else sent
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return TimedOutError(f"the daemon at {address} gave no answer in time: is it stopped or overloaded?")
     if status in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        return DeniedError(f"{address} does not let this client in: {details}")
+        return TurnedAwayError(f"{address} does not let this client in: {details}")
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
         if "larger than max" in details:
             return BadInputError(f"{address} takes no message of this size ({details}): send less in one call")
@@ -240,6 +242,8 @@ class ChannelEvents:
         with contextlib.suppress(queue.Empty):
             while True:
                 item = self._inbox.get_nowait()
+                if isinstance(item, TurnedAwayError):
+                    raise item
                 if isinstance(item, KVStoreError):
                     raise UnavailableError(str(item)) from item
                 frames.append(item)

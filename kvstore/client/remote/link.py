@@ -9,11 +9,12 @@ import grpc
 
 from kvstore.client.link import Greeted
 from kvstore.client.remote.channel import Channel, ChannelCalls, ChannelEvents
+from kvstore.client.remote.diagnosis import tls_trouble
 from kvstore.client.remote.slots import CALL_BYTES_MAX, BulkSession, RemoteSlots, read_at_once
 from kvstore.client.remote.target import UNIX, Target
 from kvstore.client.slots import Bytes
-from kvstore.client.transport import TimedOutError
-from kvstore.errors import EndedError, ProtocolError, UnavailableError
+from kvstore.client.transport import NoWayError, TimedOutError, TurnedAwayError
+from kvstore.errors import DeniedError, EndedError, ProtocolError, UnavailableError
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN
 
@@ -58,9 +59,13 @@ class RemoteLink:
         except BaseException as error:
             events.close()
             channel.close()
-            if isinstance(error, TimedOutError):
+            if isinstance(error, TimedOutError | TurnedAwayError):
                 raise
+            if isinstance(error, DeniedError):
+                raise TurnedAwayError(f"{self.address} does not let this client in: {error}") from error
             if isinstance(error, UnavailableError):
+                if trouble := tls_trouble(self.address, str(error), deadline_s):
+                    raise NoWayError(f"{self.address} can't be used: {trouble}") from error
                 raise UnavailableError(
                     f"no kvstore daemon answers at {self.address} ({error}): "
                     f"start one with `kvstore serve {self.address.serve_option}`"
@@ -109,7 +114,7 @@ def _must_not_be_forked(target: Target) -> None:
     global _pid
     _pid = _pid or os.getpid()
     if _pid != os.getpid():
-        raise UnavailableError(
+        raise NoWayError(
             f"{target} can't be used here: this process was forked from one that used gRPC, which does not survive "
             "that; start it with the method 'spawn', or make no client before the fork"
         )

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import native
+from kvstore.client.borrowing import AbandonedError, Borrowing, current
 from kvstore.client.remote.channel import ChannelCalls, error_of
 from kvstore.client.slots import Bytes, View
 from kvstore.client.transport import RefusedError
@@ -78,17 +79,20 @@ class RemoteSlots:
         """See ``Slots``: a copy does not change."""
         return True
 
-    def copy_out(self, rows: Bytes, threads: int) -> bool:
+    def copy_out(self, rows: Bytes, threads: int, offset_bytes: int = 0) -> bool:
         """See ``Slots``. Straight into ``rows`` what was not fetched before; False if not all of it came."""
-        n = len(rows)
+        n, n_bytes = rows.shape
         with self._lock:
             fetched = self._blocks if self._there[:n].all() else None
         try:
-            if fetched is None:
+            if fetched is None and n_bytes == self.block_bytes:
                 self._read(0, rows)
-            else:
-                addresses = native.row_addresses(fetched[:n])
-                native.copy_batch(native.row_addresses(rows), addresses, self.block_bytes, threads=threads)
+                return True
+            if fetched is None:
+                fetched = self._fetched(0, n)
+            addresses = native.row_addresses(fetched[:n]) + np.uint64(offset_bytes)
+            with current().touching():
+                native.copy_batch(native.row_addresses(rows), addresses, n_bytes, threads=threads)
         except (EndedError, UnavailableError, ProtocolError):
             return False
         return True
@@ -98,7 +102,11 @@ class RemoteSlots:
         if kept and self._blocks is None:
             self._blocks = rows
             return
-        native.copy_batch(self.addresses, native.row_addresses(rows), self.block_bytes, threads=threads)
+        blocks = self._fetched(0, len(self))  # kept here until the copy has ended
+        with current().touching():
+            native.copy_batch(
+                native.row_addresses(blocks), native.row_addresses(rows), self.block_bytes, threads=threads
+            )
 
     def commit(self, request: pb.CommitRequest) -> Callable[[], pb.CommitReply]:
         """See ``Slots``: sends what was filled, and has it made visible once all of it is there."""
@@ -161,7 +169,8 @@ class RemoteSlots:
     def _write_call(
         self, calls: ChannelCalls, blocks: Bytes, start: int, end: int, commit: pb.CommitRequest | None
     ) -> spb.WriteReply:
-        messages = _messages(self._claim_id, blocks, start, end, calls.channel.message_bytes_max, commit)
+        borrowing = current()  # the messages are made on a thread of gRPC's, from the caller's memory perhaps
+        messages = _messages(borrowing, self._claim_id, blocks, start, end, calls.channel.message_bytes_max, commit)
         stream = calls.channel.write(messages, _time_for(self._session, (end - start) * self.block_bytes))
         try:
             reply = decode(spb.WriteReply, next(stream))
@@ -171,6 +180,7 @@ class RemoteSlots:
             raise error_of(error, calls.channel.address) from error
         finally:
             stream.cancel()
+        borrowing.must_be_wanted()  # not all may have been sent
         if commit is None and reply.filled_bytes != end * self.block_bytes:
             raise RefusedError(f"{reply.filled_bytes} of {end * self.block_bytes} bytes are there: write again")
         return reply
@@ -223,7 +233,8 @@ class _Reading:
             raise ProtocolError(f"{len(data)} bytes came at offset {message.offset}; {n_there} of {n_bytes} were there")
         if len(data):
             span = Span(n_there, len(data), self._rows.shape[1])
-            take_chunk(native.row_addresses(self._rows), span, data, message.checksums)
+            with current().touching():
+                take_chunk(native.row_addresses(self._rows), span, data, message.checksums)
         self._n_there += len(data)
 
     def _begin(self, message: spb.ReadReply) -> None:
@@ -241,9 +252,15 @@ class _Reading:
 
 
 def _messages(
-    reservation_id: int, blocks: Bytes, start: int, end: int, message_bytes_max: int, commit: pb.CommitRequest | None
+    borrowing: Borrowing,
+    reservation_id: int,
+    blocks: Bytes,
+    start: int,
+    end: int,
+    message_bytes_max: int,
+    commit: pb.CommitRequest | None,
 ) -> Iterator[bytes]:
-    """The messages of a Write of blocks ``start`` to ``end``."""
+    """The messages of a Write of blocks ``start`` to ``end``; they end early if nobody waits for that any more."""
     block_bytes = blocks.shape[1]
     rest = spb.WriteRequest(reservation_id=reservation_id)
     addresses = native.row_addresses(blocks)
@@ -252,7 +269,12 @@ def _messages(
         rest.offset = span.offset
         if commit is not None and span.offset + span.n_bytes == end * block_bytes:
             rest.commit.CopyFrom(commit)
-        yield chunk_of(addresses, span, partial(_with_checksums, rest))
+        try:
+            with borrowing.touching():
+                message = chunk_of(addresses, span, partial(_with_checksums, rest))
+        except AbandonedError:
+            return
+        yield message
         rest = spb.WriteRequest()
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvstore.config import GrpcOptions
 from kvstore.errors import ConfigError
 from kvstore.server.remote import Host, RemoteSessions
+from kvstore.wire.grpc_log import quieten
 
 if TYPE_CHECKING:
     from kvstore.server.grpc.server import GrpcServer
@@ -25,11 +26,12 @@ def open_server(
     """
     if not options.enabled:
         return None
+    quieten()
     try:
         from kvstore.server.grpc.server import GrpcServer
     except ImportError as error:
         raise ConfigError(
-            f"--grpc-listen needs packages that are not installed ({error}): pip install 'kvstored[grpc]', "
+            f"--grpc-listen needs packages that are not installed ({error}): pip install '.[grpc]' in a checkout, "
             "or leave it out",
             ("grpc.listen",),
         ) from error

@@ -26,6 +26,8 @@ from kvstore.wire import kvstore_pb2 as pb
 T = TypeVar("T")
 
 GAVE_UP = "the client has given up"
+CUT_AFTER_S = 0.5
+"""How long past its deadline a stream may take to say itself that its time is up. It can't while it waits in gRPC."""
 TOO_LATE = "the call's time is up: give it a later deadline, or ask for less at a time"
 
 
@@ -182,6 +184,27 @@ class Gateway:
     def post(self, call: Callable[[], object]) -> None:
         """Have it run on the loop, some time; nobody waits."""
         _post(self._loop, call)
+
+    def cut_off(self, call: Call, count: Callable[[], object]) -> Callable[[], None]:
+        """Have a call cancelled that goes on past its deadline, and counted; the result calls that off.
+
+        For one whose thread waits in gRPC, for a peer that sends nothing or takes nothing.
+        """
+        timers: list[asyncio.TimerHandle] = []
+
+        def cut() -> None:
+            count()
+            call.context.cancel()
+
+        def set_timer() -> None:
+            timers.append(self._loop.call_later(call.left_s + CUT_AFTER_S, cut))
+
+        def call_off() -> None:
+            for timer in timers:
+                timer.cancel()
+
+        self.post(set_timer)
+        return lambda: self.post(call_off)
 
     def get(self, call: Call, function: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
         """What ``function`` returns on the loop; ``undo`` gets it, there, when nobody waits any more."""

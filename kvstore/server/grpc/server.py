@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,8 +15,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore.config import GrpcOptions
-from kvstore.config.addresses import UNIX_PREFIX
-from kvstore.errors import ConfigError, DeniedError
+from kvstore.config.addresses import UNIX_PREFIX, split_tcp
+from kvstore.errors import ConfigError, DeniedError, InUseError
 from kvstore.logs import about
 from kvstore.server.grpc.access import Everybody, TokenFile
 from kvstore.server.grpc.gateway import Gateway
@@ -23,6 +25,7 @@ from kvstore.server.grpc.streams import Streams
 from kvstore.server.listen import SocketPlace
 from kvstore.server.remote import Host, RemoteSessions
 from kvstore.wire.rpc import SERVICE
+from kvstore.wire.tls import belong_together
 
 STOP_S = 5.0
 """How long calls that end may take to do so."""
@@ -35,7 +38,8 @@ log = logging.getLogger("kvstore.server.grpc")
 class GrpcServer:
     """Serves gRPC for a daemon. Made, started and stopped on the loop's thread.
 
-    Raises ConfigError if it can't listen, or a certificate or a token file can't be used.
+    Raises ConfigError if it can't listen (InUseError if another process does), or a certificate or a token file can't
+    be used.
     """
 
     def __init__(
@@ -101,11 +105,7 @@ class GrpcServer:
         try:
             port = add()
         except (RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"gRPC can't listen on {options.listen} ({error}): choose another --grpc-listen, "
-                "or look whether certificate and key belong together",
-                ("grpc.listen",),
-            ) from error
+            raise _why_not(options, str(error)) from error
         log.info("gRPC on %s", options.listen, extra=about("grpc_serving", listen=options.listen))
         return port
 
@@ -141,12 +141,42 @@ def _channel_options(options: GrpcOptions) -> tuple[tuple[str, int], ...]:
     )
 
 
+def _why_not(options: GrpcOptions, told: str) -> ConfigError:
+    """Why gRPC does not listen, of which it says itself only that it could not: found by trying to bind there."""
+    if options.listen.startswith(UNIX_PREFIX):
+        return ConfigError(f"gRPC can't listen on {options.listen} ({told}): choose another", ("grpc.listen",))
+    host, port = split_tcp(options.listen, "--grpc-listen", "grpc.listen")
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                trial.bind(address)
+    except OSError as error:
+        kind_of_error = InUseError if error.errno == errno.EADDRINUSE else ConfigError
+        return kind_of_error(
+            f"gRPC can't listen on {options.listen}: {error.strerror or error}; choose another --grpc-listen",
+            ("grpc.listen",),
+        )
+    return ConfigError(
+        f"gRPC can't listen on {options.listen} ({told}): look whether --grpc-tls-cert, --grpc-tls-key and "
+        "--grpc-client-ca hold what they should",
+        ("grpc.listen", "grpc.tls_cert", "grpc.tls_key", "grpc.client_ca"),
+    )
+
+
 def _credentials(options: GrpcOptions) -> grpc.ServerCredentials:
     if options.tls_cert is None or options.tls_key is None:
         raise ConfigError("gRPC over TCP needs --grpc-tls-cert and --grpc-tls-key", ("grpc.listen",))
     client_ca = _read(options.client_ca, "--grpc-client-ca") if options.client_ca is not None else None
+    key, certificate = _read(options.tls_key, "--grpc-tls-key"), _read(options.tls_cert, "--grpc-tls-cert")
+    if not belong_together(certificate, key):
+        raise ConfigError(
+            f"--grpc-tls-key {options.tls_key} and --grpc-tls-cert {options.tls_cert} do not belong together: give the "
+            "key for which this certificate was made",
+            ("grpc.tls_cert", "grpc.tls_key"),
+        )
     return grpc.ssl_server_credentials(
-        [(_read(options.tls_key, "--grpc-tls-key"), _read(options.tls_cert, "--grpc-tls-cert"))],
+        [(key, certificate)],
         root_certificates=client_ca,
         require_client_auth=client_ca is not None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import threading
@@ -26,6 +27,8 @@ from kvstore.wire.rpc import ERROR_KEY, SESSION_KEY, TENANT_KEY, rpc_name, statu
 
 EVENTS_QUEUED_MAX = 4096
 """A client that takes no events meanwhile is cut off."""
+LAST_EVENTS_S = 5.0
+"""How long a client may take for the events before the end of its session."""
 
 log = logging.getLogger("kvstore.server.grpc")
 
@@ -104,9 +107,9 @@ class Service:
                 return self.remotes.find(token, caller.owner)
         return None
 
-    def guarded(self, context: grpc.ServicerContext, *, counted: bool = True) -> _Guard:
-        """``with``: a call in its place, whose errors become statuses."""
-        return _Guard(self, context, self._places if counted else None)
+    def guarded(self, context: grpc.ServicerContext, *, counted: bool = True, streams: bool = False) -> _Guard:
+        """``with``: a call in its place, whose errors become statuses. With ``streams`` it is cut off in the end."""
+        return _Guard(self, context, self._places if counted else None, streams)
 
     # Sessions ----------------------------------------------------------------------------------------
 
@@ -124,6 +127,8 @@ class Service:
                     outbox.put_nowait(spb.SessionMessage(event=event) if event is not None else None)
                 except queue.Full:
                     context.cancel()
+                if event is None:  # one that takes nothing would keep its thread for ever
+                    asyncio.get_running_loop().call_later(LAST_EVENTS_S, context.cancel)
 
             def open_session() -> tuple[RemoteSession, pb.HelloReply]:
                 remote = self.remotes.open(caller.owner, tenant, hello.client_name, tell)
@@ -144,10 +149,18 @@ class Service:
 class _Guard:
     """See ``Service.guarded``."""
 
-    def __init__(self, service: Service, context: grpc.ServicerContext, places: threading.BoundedSemaphore | None):
+    def __init__(
+        self,
+        service: Service,
+        context: grpc.ServicerContext,
+        places: threading.BoundedSemaphore | None,
+        streams: bool,
+    ) -> None:
         self._service = service
         self._context = context
         self._places = places
+        self._streams = streams
+        self._call_off: Callable[[], None] | None = None
 
     def __enter__(self) -> Call:
         if self._places is not None and not self._places.acquire(blocking=False):
@@ -158,9 +171,15 @@ class _Guard:
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 UnavailableError(f"{most} calls run already, the most this daemon takes (--grpc-calls-max): try later"),
             )
-        return Call(self._context, self._service.options.deadline_s_max)
+        call = Call(self._context, self._service.options.deadline_s_max)
+        if self._streams:
+            counters = self._service.host.store.counters
+            self._call_off = self._service.gateway.cut_off(call, lambda: counters.add("grpc_cut_calls"))
+        return call
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._call_off is not None:
+            self._call_off()
         if self._places is not None:
             self._places.release()
         if not isinstance(error, Exception) or kind is Exception or isinstance(error, grpc.RpcError):

@@ -48,7 +48,7 @@ class Streams:
 
     def read(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """See service.proto."""
-        with self._service.guarded(context) as call:
+        with self._service.guarded(context, streams=True) as call:
             asked = decode(spb.ReadRequest, request)
             if asked.HasField("lease") == bool(asked.lease_id):
                 raise BadInputError("a Read names a lease of its session, or brings one of its own: one of both")
@@ -93,7 +93,7 @@ class Streams:
 
     def write(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """See service.proto."""
-        with self._service.guarded(context) as call, _Visit(self._service, call, "Write") as visit:
+        with self._service.guarded(context, streams=True) as call, _Visit(self._service, call, "Write") as visit:
             message, data = split_data(spb.WriteRequest, _next(requests))
             if message.HasField("reserve") == bool(message.reservation_id):
                 raise BadInputError("the first message of a Write names a reservation, or asks for one: one of both")

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from kvstore.client import Client
 from kvstore.config import GrpcOptions
-from kvstore.errors import BadInputError, ConfigError, DeniedError, SocketInUseError, UnavailableError
+from kvstore.errors import (
+    BadInputError,
+    ConfigError,
+    DeniedError,
+    EndedError,
+    InUseError,
+    SocketInUseError,
+    UnavailableError,
+)
 from kvstore.server.grpc.access import TokenFile
 from kvstore.types import KVSpec, Namespace
 from kvstore.wire import kvstore_pb2 as pb
@@ -76,9 +91,15 @@ def test_without_the_right_token_nothing_is_answered(
     tcp: Callable[..., str], certificates: Certificates, token: str | None
 ) -> None:
     place = tcp()
-    for required in (True, False):
+    with pytest.raises(DeniedError, match="token"):
+        connect(place, certificates, token=token)
+    with connect(place, certificates, token=token, required=False) as client:
+        found = client.open(NAMESPACE).match(range(64))
+        assert (found.n_tokens, client.healthy) == (0, False)
+        assert "does not let this client in" in found.reason
+        assert "token" in found.reason
         with pytest.raises(DeniedError, match="token"):
-            connect(place, certificates, token=token, required=required)
+            client.stats()
     credentials = grpc.ssl_channel_credentials(certificates.authority.read_bytes())
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     with grpc.secure_channel(place, credentials) as channel:
@@ -95,11 +116,74 @@ def test_without_the_right_token_nothing_is_answered(
             assert isinstance(error, DeniedError)
 
 
+def test_a_token_that_is_taken_away_makes_misses_and_says_so(
+    tcp: Callable[..., str], certificates: Certificates, token_file: Path, wait_until: Callable[..., None]
+) -> None:
+    place, tokens, blocks = tcp(), list(range(64)), blocks_of(4)
+    with connect(place, certificates, token=TOKEN, required=False) as client:
+        ns = client.open(NAMESPACE)
+        assert ns.put(tokens, blocks).n_stored == 4
+        lease, reservation = ns.lease(tokens), ns.reserve(list(range(90, 122)), n_blocks=2)
+        assert len(lease) == 4
+        reservation.fill(blocks[:2])
+        write_tokens(token_file.parent, "another-token-of-today\n")
+        with pytest.raises(EndedError, match="does not let this client in"):
+            lease.view(0)
+        assert not lease.valid
+        assert lease.copy_into(np.zeros_like(blocks)) == 0
+        assert not lease.renew()
+        assert reservation.commit() == (0, 0)
+        lease.release()
+        results: list[Any] = [
+            ns.match(tokens), ns.lease(tokens), ns.put(tokens, blocks), ns.get_into(tokens, np.zeros_like(blocks)),
+            ns.prefetch(tokens), ns.persist(tokens), ns.reserve(tokens, n_blocks=4),
+            client.open(NAMESPACE).match(tokens),
+        ]  # fmt: skip
+        assert {each.reason for each in results} == {lease._ended}
+        assert "the token is unknown here" in lease._ended
+        with pytest.raises(DeniedError, match="does not let this client in"):
+            client.stats()
+        with pytest.raises(DeniedError, match="does not let this client in"):
+            connect(place, certificates, token=TOKEN)
+        write_tokens(token_file.parent, f"{TOKEN}\n")
+        assert client.wait_healthy(20)
+        wait_until(lambda: ns.match(tokens).n_blocks == 4, "it is let in again")
+
+
+def test_the_first_call_of_any_kind_may_be_the_one_that_is_denied(
+    tcp: Callable[..., str], certificates: Certificates, token_file: Path
+) -> None:
+    place, tokens, blocks = tcp(), list(range(64)), blocks_of(4)
+    with connect(place, certificates, token=TOKEN) as client:
+        client.open(NAMESPACE).put(tokens, blocks)
+    calls: list[Callable[[Any], Any]] = [
+        lambda ns: ns.match(tokens), lambda ns: ns.lease(tokens), lambda ns: ns.put(tokens, blocks),
+        lambda ns: ns.get_into(tokens, np.zeros_like(blocks)), lambda ns: ns.prefetch(tokens, wait=0.1),
+    ]  # fmt: skip
+    for call in calls:
+        write_tokens(token_file.parent, f"{TOKEN}\n")
+        with connect(place, certificates, token=TOKEN, required=False) as client:
+            ns = client.open(NAMESPACE)
+            write_tokens(token_file.parent, "another-token-of-today\n")
+            assert "does not let this client in" in call(ns).reason
+            assert not client.healthy
+
+
+def test_open_of_a_required_client_says_that_it_is_denied(
+    tcp: Callable[..., str], certificates: Certificates, token_file: Path
+) -> None:
+    with connect(tcp(), certificates, token=TOKEN) as client:
+        write_tokens(token_file.parent, "another-token-of-today\n")
+        with pytest.raises(DeniedError, match="does not let this client in"):
+            client.open(NAMESPACE)
+
+
 def test_a_token_of_a_tenant_is_for_that_one(tcp: Callable[..., str], certificates: Certificates) -> None:
     place = tcp()
     with pytest.raises(DeniedError, match="for tenant 'b', not for 'default'"):
         connect(place, certificates, token=BOUND)
-    with connect(place, certificates, token=BOUND, tenant="b") as client, pytest.raises(BadInputError, match="tenant"):
+    remedy = pytest.raises(BadInputError, match=r"Namespace\(\.\.\., tenant='b'\)")
+    with connect(place, certificates, token=BOUND, tenant="b") as client, remedy:
         client.open(Namespace("model", KVSpec.opaque(16, 8192)))
     credentials = grpc.ssl_channel_credentials(certificates.authority.read_bytes())
     with grpc.secure_channel(place, credentials) as channel:
@@ -117,19 +201,99 @@ def test_a_token_of_a_tenant_is_for_that_one(tcp: Callable[..., str], certificat
 
 def test_plain_tcp_gets_nothing_from_a_server_with_tls(tcp: Callable[..., str]) -> None:
     place = tcp()
-    with pytest.raises(UnavailableError):
+    with pytest.raises(UnavailableError, match=f"speaks TLS on this port: use grpcs://{place}"):
         Client(f"grpc://{place}", token=TOKEN, timeout_s=5.0)
 
 
-def test_an_unknown_authority_is_refused_by_the_client(tcp: Callable[..., str]) -> None:
-    with pytest.raises(UnavailableError):
-        Client(f"grpcs://{tcp()}", token=TOKEN, timeout_s=5.0)
+def test_a_certificate_that_is_not_trusted_is_said(tcp: Callable[..., str], certificates: Certificates) -> None:
+    place = tcp()
+    for roots in (None, certificates.client[0]):
+        with pytest.raises(UnavailableError, match=r"certificate is not trusted .*give root_certificates=") as caught:
+            Client(f"grpcs://{place}", token=TOKEN, timeout_s=5.0, root_certificates=roots)
+        assert "start one" not in str(caught.value)
+    with pytest.raises(UnavailableError, match="root_certificates must be certificates"):
+        Client(f"grpcs://{place}", token=TOKEN, timeout_s=5.0, root_certificates=b"nothing")
+    with Client(f"grpcs://{place}", token=TOKEN, timeout_s=5.0, required=False) as client:
+        assert "certificate is not trusted" in client.open(NAMESPACE).match(range(64)).reason
+        assert "certificate is not trusted" in client.open(NAMESPACE).lease(range(64)).reason
+
+
+def test_a_certificate_for_another_host_is_said(
+    certificates: Certificates, token_file: Path, start_daemon: Callable[..., Any]
+) -> None:
+    certificate, key, port = *certificates.server, free_port()
+    start_daemon(grpc=GrpcOptions(f"127.0.0.2:{port}", tls_cert=certificate, tls_key=key, token_file=token_file))
+    with pytest.raises(UnavailableError, match=r"for another host .*127\.0\.0\.2"):
+        connect(f"127.0.0.2:{port}", certificates, token=TOKEN)
+
+
+def test_a_server_without_tls_is_said() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        with pytest.raises(UnavailableError, match="does not speak TLS on this port"):
+            Client(f"grpcs://127.0.0.1:{port}", timeout_s=5.0)
+        server.stop(0).wait(10)
+
+
+def test_nobody_there_is_still_said() -> None:
+    with pytest.raises(UnavailableError, match=r"no kvstore daemon answers .*start one with"):
+        Client(f"grpcs://127.0.0.1:{free_port()}", timeout_s=5.0)
+
+
+def test_a_clients_grpc_writes_no_lines_of_its_own(tcp: Callable[..., str]) -> None:
+    program = (
+        "import sys; from kvstore.client import Client; "
+        "Client(sys.argv[1], root_certificates=b'nothing', required=False, timeout_s=5.0).close()"
+    )
+    command = [sys.executable, "-c", program, f"grpcs://{tcp()}"]
+    bare = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    done = subprocess.run(command, env=bare, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr == ""
+    wanted = {**bare, "GRPC_VERBOSITY": "ERROR"}
+    done = subprocess.run(command, env=wanted, capture_output=True, text=True, check=True, timeout=60)
+    assert "Could not load any root certificate" in done.stderr
+
+
+def test_a_daemons_log_has_no_lines_of_grpc(certificates: Certificates, token_file: Path, tmp_path: Path) -> None:
+    """And a port that is taken ends it with exit code 1: it may be free later."""
+    (certificate, key), place = certificates.server, f"localhost:{free_port()}"
+    command = [
+        sys.executable, "-m", "kvstore.cli", "serve", "--dram", "8MiB", "--no-prefault", "--log-format", "json",
+        "--grpc-listen", place, "--grpc-tls-cert", str(certificate), "--grpc-tls-key", str(key),
+        "--grpc-token-file", str(token_file),
+    ]  # fmt: skip
+    bare = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    first = subprocess.Popen(
+        [*command, "--socket", str(tmp_path / "first.sock")], env=bare, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert first.stderr is not None
+        lines = [first.stderr.readline()]
+        while json.loads(lines[-1])["event"] != "serving":
+            lines.append(first.stderr.readline())
+        with pytest.raises(UnavailableError, match="not trusted"):
+            Client(f"grpcs://{place}", token=TOKEN, timeout_s=5.0)
+        second = subprocess.run(
+            [*command, "--socket", str(tmp_path / "second.sock")],
+            env=bare, capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+    finally:
+        first.terminate()
+        rest = first.communicate(timeout=60)[1]
+    assert second.returncode == 1
+    for line in (*rest.splitlines(), *second.stderr.splitlines()):
+        assert json.loads(line)["message"]
+    assert f"can't listen on {place}: Address already in use" in json.loads(second.stderr.splitlines()[-1])["message"]
 
 
 def test_with_client_ca_a_certificate_is_needed_too(tcp: Callable[..., str], certificates: Certificates) -> None:
     place = tcp(client_ca=certificates.authority)
-    with pytest.raises(UnavailableError):
+    with pytest.raises(UnavailableError, match="wants a certificate of its clients: give client_certificate="):
         connect(place, certificates, token=TOKEN, timeout_s=5.0)
+    with pytest.raises(BadInputError, match="key belongs to another certificate"):
+        connect(place, certificates, token=TOKEN, client_certificate=(certificates.client[0], certificates.server[1]))
     with connect(place, certificates, token=TOKEN, client_certificate=certificates.client) as client:
         assert client.stats()["grpc_sessions"] == 1
     with pytest.raises(DeniedError):
@@ -154,8 +318,13 @@ def test_a_port_that_is_taken_is_said(tcp: Callable[..., str], certificates: Cer
     place = tcp()
     certificate, key = certificates.server
     options = GrpcOptions(place, tls_cert=certificate, tls_key=key, token_file=token_file)
-    with pytest.raises(ConfigError, match="--grpc-listen"):
+    with pytest.raises(InUseError, match="Address already in use; choose another --grpc-listen") as caught:
         _start_another(options, token_file.parent)
+    assert caught.value.settings == ("grpc.listen",)
+    elsewhere = replace(options, listen="192.0.2.1:7443")
+    with pytest.raises(ConfigError, match="Cannot assign requested address") as other:
+        _start_another(elsewhere, token_file.parent)
+    assert not isinstance(other.value, InUseError)
 
 
 def _start_another(options: GrpcOptions, folder: Path) -> None:
@@ -232,7 +401,8 @@ def test_tls_files_that_are_none_are_named(certificates: Certificates, token_fil
     for key, words in (
         (tmp_path / "none", "No such file"),
         (wrong, "no PEM"),
-        (certificates.client[1], "belong together"),
+        (certificates.client[1], "do not belong together"),
+        (certificates.server[0], "hold what they should"),
     ):
         options = GrpcOptions("localhost:0", tls_cert=certificate, tls_key=key, token_file=token_file)
         with pytest.raises(ConfigError, match=words):
