@@ -335,7 +335,7 @@ class AsyncClient(Side[Client]):
         lanes = Lanes()
         try:
             client = await lanes.quick.do(self._make, lambda client: lanes.quick.soon(client.close))
-        except Exception:
+        except BaseException:  # cancelled, too: the thread is not left behind
             await lanes.end()
             raise
         lanes.can_wait, lanes.timeout_s = lambda: client.can_wait, client.timeout_s
