@@ -22,13 +22,13 @@ def test_a_cancelled_connect_leaves_no_thread(tmp_path: Path) -> None:
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        accepted = loop.create_future()
+        dialled = asyncio.Event()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
             listening.bind(str(path))
             listening.listen()
-            loop.add_reader(listening, lambda: accepted.done() or accepted.set_result(None))
+            loop.add_reader(listening, dialled.set)
             connecting = asyncio.create_task(connect())
-            await accepted
+            await dialled.wait()
             loop.remove_reader(listening)
             connecting.cancel()
             with pytest.raises(asyncio.CancelledError):
