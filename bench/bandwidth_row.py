@@ -64,6 +64,12 @@ class Row:
 
 def bootstrap_low(values: NDArray[np.float64], resamples: int = 1000) -> float:
     """Lower end of the 95% bootstrap interval of the median."""
+    return bootstrap_interval(values, resamples)[0]
+
+
+def bootstrap_interval(values: NDArray[np.float64], resamples: int = 1000) -> tuple[float, float]:
+    """Both ends of the 95% bootstrap interval of the median."""
     rng = np.random.default_rng(0)
     medians = np.median(rng.choice(values, (resamples, len(values))), axis=1)
-    return float(np.percentile(medians, 2.5))
+    low, high = np.percentile(medians, [2.5, 97.5])
+    return float(low), float(high)

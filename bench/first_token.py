@@ -23,7 +23,6 @@ from kvstore.bench.real_models import MODELS, load
 from kvstore.client import Client
 
 SUFFIX_TOKENS = 64
-MISS_NEW_TOKENS = 8
 
 
 class Took(NamedTuple):
@@ -77,27 +76,25 @@ def measure_hits(rig: Rig, prefix_tokens: int, pairs: int) -> dict[str, Any]:
         hits.append(cache.n_hit_tokens)
         return took
 
-    figures = _compared(pairs, ("hit", hit), ("no_cache", lambda: rig.generate(prompt(), 1, stored=False)[0]))
+    figures = compared(pairs, ("hit", hit), ("no_cache", lambda: rig.generate(prompt(), 1, stored=False)[0]))
     if min(hits) < prefix_tokens:
         raise click.ClickException(f"only {min(hits)} of {prefix_tokens} tokens hit: is the daemon's --dram too small?")
     return {"prefix_tokens": prefix_tokens, **figures}
 
 
-def measure_misses(rig: Rig, prompt_tokens: int, pairs: int) -> dict[str, Any]:
-    """A prompt that nothing is stored of, and 8 new tokens: looked up and stored, against no cache."""
+def measure_misses(rig: Rig, prompt_tokens: int, new_tokens: int, pairs: int) -> dict[str, Any]:
+    """A prompt that nothing is stored of, and ``new_tokens`` more: looked up and stored, against no cache."""
 
     def side(stored: bool) -> Callable[[], Took]:
-        return lambda: rig.generate(rig.tokens(prompt_tokens)[None], MISS_NEW_TOKENS, stored=stored)[0]
+        return lambda: rig.generate(rig.tokens(prompt_tokens)[None], new_tokens, stored=stored)[0]
 
     for each in (side(True), side(False)):
         each()  # once for the caches of everything
-    figures = _compared(pairs, ("miss", side(True)), ("no_cache", side(False)))
-    return {"prompt_tokens": prompt_tokens, **figures}
+    figures = compared(pairs, ("miss", side(True)), ("no_cache", side(False)))
+    return {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, **figures}
 
 
-def _compared(
-    pairs: int, left: tuple[str, Callable[[], Took]], right: tuple[str, Callable[[], Took]]
-) -> dict[str, Any]:
+def compared(pairs: int, left: tuple[str, Callable[[], Took]], right: tuple[str, Callable[[], Took]]) -> dict[str, Any]:
     """Medians of both sides in seconds, and of the pairs' ratios with their 95 % interval (bootstrap)."""
     took: dict[str, list[Took]] = {left[0]: [], right[0]: []}
 
@@ -132,6 +129,7 @@ def _compared(
 @click.option("--prefix", "prefixes", type=int, multiple=True, default=(2048, 8128), show_default=True)
 @click.option("--pairs", type=click.IntRange(1), default=5, show_default=True, help="For each length of a prefix.")
 @click.option("--miss-tokens", type=click.IntRange(1), default=512, show_default=True)
+@click.option("--miss-new-tokens", type=click.IntRange(1), default=8, show_default=True, help="Computed after those.")
 @click.option("--miss-pairs", type=click.IntRange(0), default=21, show_default=True)
 def main(
     socket: Path | None,
@@ -140,13 +138,14 @@ def main(
     prefixes: tuple[int, ...],
     pairs: int,
     miss_tokens: int,
+    miss_new_tokens: int,
     miss_pairs: int,
 ) -> None:
     """Measure, and print one line of JSON for each figure."""
     with Client(socket, timeout_s=10.0) as client:
         rig = Rig(load(model, dtype)[0], client, time.time_ns())
         if miss_pairs:
-            click.echo(json.dumps({"what": "miss", **measure_misses(rig, miss_tokens, miss_pairs)}))
+            click.echo(json.dumps({"what": "miss", **measure_misses(rig, miss_tokens, miss_new_tokens, miss_pairs)}))
         for prefix_tokens in prefixes:
             click.echo(json.dumps({"what": "hit", **measure_hits(rig, prefix_tokens, pairs)}))
 

@@ -1,6 +1,7 @@
 """Blocks over gRPC beside gRPC itself: the same bytes in equal chunks, streamed by a process that has them ready.
 
-That one neither looks anything up, copies, nor makes or compares checksums; the store does all of it. Pairs run next
+That one neither looks anything up, copies, nor makes or compares checksums; the store does all of it. Beside it stands
+the same stream with what any receiver must do, one copy to where the bytes are to lie (``landed``). All three run next
 to each other in the same run; a figure is the median of their ratios. All bytes are compared after the timing.
 """
 
@@ -17,7 +18,7 @@ import numpy as np
 from kvstore.bench.bandwidth_row import KIB, MIB, Row
 from kvstore.bench.grpc_bare import BareClient, bare_server
 from kvstore.bench.grpc_crowd import Crowd, measure_crowd
-from kvstore.bench.measure import Latency, ordinary_array, paired, timed
+from kvstore.bench.measure import Latency, ordinary_array, timed
 from kvstore.client import Client, NamespaceHandle
 from kvstore.errors import BadInputError, IntegrityError, UnavailableError
 from kvstore.types import KVSpec, Namespace
@@ -56,9 +57,13 @@ class GrpcBenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class GrpcReport:
-    """``rows``: Read and Write beside bare streams. ``calls``: single calls, and a bare echo, one client."""
+    """``rows``: Read and Write beside bare streams; ``landed``: the same beside bare streams that end in memory.
+
+    ``calls``: single calls, and a bare echo, one client.
+    """
 
     rows: tuple[Row, ...]
+    landed: tuple[Row, ...]
     calls: dict[str, Latency]
     crowd: Crowd
     pairs: int
@@ -69,6 +74,7 @@ class GrpcReport:
         return {
             "mode": "grpc",
             "rows": [row.to_dict() for row in self.rows],
+            "landed": [row.to_dict() for row in self.landed],
             "calls": {name: latency.to_dict() for name, latency in self.calls.items()},
             "crowd": self.crowd.to_dict(),
             "pairs": self.pairs,
@@ -81,7 +87,7 @@ def run(options: GrpcBenchOptions, address: str, step: Callable[[str], None] = l
 
     Raises IntegrityError for wrong bytes, UnavailableError if the daemon or gRPC can't be reached.
     """
-    rows: list[Row] = []
+    rows: list[tuple[Row, Row]] = []
     n_chunks = max(options.batch_bytes // CHUNK_BYTES, 1)
     chunk_bytes = min(CHUNK_BYTES, options.batch_bytes)
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder:
@@ -101,7 +107,8 @@ def run(options: GrpcBenchOptions, address: str, step: Callable[[str], None] = l
     crowd = measure_crowd(address, options.clients, options.rounds, options.seed)
     if crowd.mismatches:
         raise IntegrityError(f"{crowd.mismatches} of {crowd.n_calls} answers had other bytes than were stored")
-    return GrpcReport(tuple(rows), calls, crowd, options.pairs, options.batch_bytes)
+    beside_bare, beside_landed = zip(*rows, strict=True)
+    return GrpcReport(beside_bare, beside_landed, calls, crowd, options.pairs, options.batch_bytes)
 
 
 class _Side:
@@ -121,15 +128,26 @@ class _Side:
     def _prompt(self) -> np.ndarray[Any, np.dtype[np.uint32]]:
         return self._rng.integers(0, 1 << 31, self._n * BLOCK_TOKENS, dtype=np.uint32)
 
-    def measure(self, bare: BareClient) -> list[Row]:
-        """Write and Read."""
+    def measure(self, bare: BareClient) -> list[tuple[Row, Row]]:
+        """Write and Read, each beside a bare stream and beside one that ends in memory."""
         n_bytes = self._n * self._block_bytes
+        sides = {
+            "put": (self._put_s, bare.write_s, bare.write_landed_s),
+            "get_into": (self._get_s, bare.read_s, bare.read_landed_s),
+        }
         for _ in range(2):  # what is set up by the first calls is not what is measured
-            self._put_s(), self._get_s(), bare.read_s(), bare.write_s()
+            for side in sides.values():
+                for call in side:
+                    call(0)
         rows = []
-        for name, own, limit in (("put", self._put_s, bare.write_s), ("get_into", self._get_s, bare.read_s)):
-            pairs = paired(self._options.pairs, own, limit)
-            rows.append(Row.from_pairs(name, self._block_bytes, 1, n_bytes, pairs))
+        for name, (own, limit, landed) in sides.items():
+            seconds = np.empty((self._options.pairs, 3))
+            for i in range(len(seconds)):
+                for turn in range(3):  # who goes first changes, so that nobody always finds another's caches
+                    which = (i + turn) % 3
+                    seconds[i, which] = (own, limit, landed)[which](i)
+            beside = (Row.from_pairs(name, self._block_bytes, 1, n_bytes, seconds[:, [0, which]]) for which in (1, 2))
+            rows.append((next(beside), next(beside)))
         return rows
 
     def _put_s(self, _: int = 0) -> float:

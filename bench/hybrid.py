@@ -9,7 +9,7 @@ through a daemon, and every byte of every group compared.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +25,8 @@ from kvstore.errors import BadInputError
 from kvstore.hybrid import Part, parts_of, place_of
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.parts import Rule
-from kvstore.prefix_index.policy import make_policy
+from kvstore.prefix_index.policies import make_policy
+from kvstore.prefix_index.policy import Use
 from kvstore.prefix_index.rows import RowPath
 from kvstore.types import KEY_BYTES, GroupKind, KVGroup, KVSpec, Namespace
 
@@ -238,21 +239,22 @@ class _Simulation:
         request = engine.workload.requests[index]
         path = RowPath.from_tokens(request.tokens, engine.spec.block_tokens)
         found = self._index.match(_ROOT_KEY, path).ids.astype(np.intp)
-        n_hit, n_blocks, now_s = parts.reach(found, engine.rules), engine.n_blocks(index), request.timestamp_s
+        n_hit, n_blocks = parts.reach(found, engine.rules), engine.n_blocks(index)
+        use = Use(request.timestamp_s, request.input_length, block_tokens=engine.spec.block_tokens)
         self.counts.count(n_blocks, n_hit, request.input_length, n_hit * engine.spec.block_tokens)
         for span in parts.needed(found[:n_hit], 0, engine.rules) if n_hit else ():
-            parts.touch(span.ids, now_s)
-        self._index.touch(found[:n_hit], now_s)
+            parts.touch(span.ids, use)
+        self._index.touch(found[:n_hit], use)
         if n_blocks > len(found):
             new = np.zeros(n_blocks - len(found), np.int64)
-            self._index.insert(_ROOT_KEY, path, len(found), new, self._slot_bytes[0], now_s)
+            self._index.insert(_ROOT_KEY, path, len(found), new, self._slot_bytes[0], use)
             self._take(0, len(new))
         stored = self._index.match(_ROOT_KEY, path).ids.astype(np.intp)
-        self._index.touch(stored, now_s, is_access=False)
+        self._index.touch(stored, replace(use, is_again=True))
         for part, rule in zip(engine.parts[1:], engine.rules, strict=True):
             for first, end in engine.runs(part, n_hit, n_blocks):
                 slots = np.zeros(end - first, np.int64)
-                done = parts.insert(stored, first, rule, slots, self._slot_bytes[part.number], now_s)
+                done = parts.insert(stored, first, rule, slots, self._slot_bytes[part.number], use)
                 self._take(part.number, int(done.is_new.sum()))
         while self._left_bytes < 0:
             gone = self._index.evict(1)

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.prefix_index.index import PrefixIndex
-from kvstore.prefix_index.policy import make_policy
+from kvstore.prefix_index.policies import make_policy
+from kvstore.prefix_index.policy import Use
 from kvstore.prefix_index.rows import RowPath
 from kvstore.types import KEY_BYTES
 
@@ -66,7 +67,7 @@ def _tokens(seed: int, n: int = PROMPT_TOKENS) -> Tokens:
 def _insert(index: PrefixIndex, tokens: Tokens, block_tokens: int) -> None:
     path = RowPath.from_tokens(tokens, block_tokens)
     first = len(index.match(_ROOT, path).ids)
-    index.insert(_ROOT, path, first, np.zeros(path.n_rows - first, np.int64), 1, 0.0)
+    index.insert(_ROOT, path, first, np.zeros(path.n_rows - first, np.int64), 1, Use())
 
 
 def _split_index(prompt: Tokens, block_tokens: int, edges: int) -> PrefixIndex:

@@ -1,11 +1,13 @@
 """What metrics cost: two daemons that differ in nothing but the HTTP server, read from in turn.
 
-While the one with metrics is measured it is scraped once at the beginning of every measurement, so far more often
-than a Prometheus would. Medians of ratios of pairs; bytes are compared after the timing.
+Both as nobody scrapes (``steady``), which is what it costs to have metrics, and with a scrape a second, at the
+beginning of measurements that take so long: a Prometheus asks every 15 s or so. Medians of ratios of pairs; bytes are
+compared after the timing.
 """
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -28,23 +30,28 @@ BLOCK_TOKENS = 16
 OBSERVATIONS = 200_000
 SCRAPES = 20
 TIMEOUT_S = 30.0
+SCRAPE_EVERY_S_MAX = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsCostOptions:
-    """One measurement reads ``batch_bytes`` so many times, or leases that prefix so often."""
+    """One measurement reads ``batch_bytes`` so many times, or leases that prefix so often; one with a scrape does
+    it more often, for ``scrape_every_s`` at least."""
 
-    pairs: int = 41
+    pairs: int = 21
     block_bytes: int = 256 * KIB
     batch_bytes: int = 64 * MIB
     reads: int = 16
     leases: int = 500
+    scrape_every_s: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("pairs", "block_bytes", "batch_bytes", "reads", "leases"):
             if getattr(self, name) < 1:
                 raise BadInputError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 < self.scrape_every_s <= SCRAPE_EVERY_S_MAX:
+            raise BadInputError(f"scrape_every_s is {self.scrape_every_s}; give seconds up to {SCRAPE_EVERY_S_MAX:g}")
 
     @property
     def dram_bytes(self) -> int:
@@ -59,7 +66,7 @@ def run(
     port: int,
     step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, float]:
-    """All figures by name; ``step`` is told what is measured next. Blocks for a minute or so.
+    """All figures by name; ``step`` is told what is measured next. Blocks for some minutes.
 
     ``connect_on`` is the socket of the daemon that serves metrics on ``port`` of 127.0.0.1. Raises UnavailableError
     if one can't be reached, IntegrityError for wrong bytes.
@@ -67,17 +74,12 @@ def run(
     figures: dict[str, float] = {"pairs": options.pairs}
     with _Side(connect_on, options, port) as on, _Side(connect_off, options) as off:
         for side in (on, off):
-            side.read_s()  # maps memory
-        step("reads with and without metrics")
-        _compare(figures, "read", options.pairs, on.read_s, off.read_s)
-        n_bytes = on.batch_bytes * options.reads
-        for name in ("on", "off"):
-            figures[f"read_{name}_gb_per_s"] = n_bytes / figures.pop(f"read_{name}_s") / 1e9
-        step("leases with and without metrics")
-        _compare(figures, "lease", options.pairs, on.lease_s, off.lease_s)
-        for name, side in (("on", on), ("off", off)):
-            figures[f"lease_{name}_us"] = figures.pop(f"lease_{name}_s") / options.leases * 1e6
-            figures[f"lease_{name}_p99_us"] = float(np.percentile(side.lease_times_s, 99)) * 1e6
+            side.measure_s("read", 1)  # maps memory
+        for what, n_times in (("read", options.reads), ("lease", options.leases)):
+            step(f"{what}s with and without metrics")
+            _compare(figures, what, n_times, on, off, options)
+        figures["lease_on_p99_us"] = float(np.percentile(on.lease_times_s, 99)) * 1e6
+        figures["lease_off_p99_us"] = float(np.percentile(off.lease_times_s, 99)) * 1e6
         step("scrapes")
         scrapes = [timed(on.scrape) for _ in range(SCRAPES)]
         figures["scrape_ms"] = float(np.median([seconds for seconds, _ in scrapes])) * 1e3
@@ -88,13 +90,23 @@ def run(
 
 
 def _compare(
-    figures: dict[str, float], name: str, pairs: int, on: Callable[[], float], off: Callable[[], float]
+    figures: dict[str, float], what: str, n_times: int, on: _Side, off: _Side, options: MetricsCostOptions
 ) -> None:
-    seconds = paired(pairs, lambda _: on(), lambda _: off())
-    ratios = seconds[:, 1] / seconds[:, 0]
-    figures[f"{name}_ratio"] = float(np.median(ratios))
-    figures[f"{name}_ratio_low"] = bootstrap_low(ratios)
-    figures[f"{name}_on_s"], figures[f"{name}_off_s"] = map(float, np.median(seconds, axis=0))
+    """Adds the figures of one operation: without scrapes, and with one at the start of each measurement."""
+    steady_s = paired(options.pairs, lambda _: on.measure_s(what, n_times), lambda _: off.measure_s(what, n_times))
+    each_s = float(np.median(steady_s)) / n_times
+    n_long = max(n_times, math.ceil(options.scrape_every_s / each_s))
+    scraped_s = paired(
+        options.pairs, lambda _: on.scraped_s(what, n_long), lambda _: off.measure_s(what, n_long)
+    )  # fmt: skip
+    for name, seconds in ((f"{what}_steady", steady_s), (what, scraped_s)):
+        ratios = seconds[:, 1] / seconds[:, 0]
+        figures[f"{name}_ratio"], figures[f"{name}_ratio_low"] = float(np.median(ratios)), bootstrap_low(ratios)
+    for side, seconds in zip(("on", "off"), np.median(scraped_s, axis=0) / n_long, strict=True):
+        if what == "read":
+            figures[f"read_{side}_gb_per_s"] = float(on.batch_bytes / seconds / 1e9)
+        else:
+            figures[f"lease_{side}_us"] = float(seconds * 1e6)
 
 
 class _Side:
@@ -117,13 +129,18 @@ class _Side:
         )
         self._namespace.put(self._tokens, self._blocks)
 
-    def read_s(self) -> float:
-        """Seconds that all reads of one measurement take together; a scrape begins with them."""
-        return self._with_scrape(self._read_s)
+    def measure_s(self, what: str, n_times: int) -> float:
+        """Seconds that so many reads or leases take together."""
+        return (self._read_s if what == "read" else self._lease_s)(n_times)
 
-    def lease_s(self) -> float:
-        """The same for leases."""
-        return self._with_scrape(self._lease_s)
+    def scraped_s(self, what: str, n_times: int) -> float:
+        """The same; a scrape begins with them."""
+        scraping = threading.Thread(target=self.scrape)
+        scraping.start()
+        try:
+            return self.measure_s(what, n_times)
+        finally:
+            scraping.join()
 
     def scrape(self) -> int:
         """Fetch the metrics; returns the bytes of the answer."""
@@ -134,19 +151,9 @@ class _Side:
             raise UnavailableError(f"port {self._port} answered {answer[:60]!r} instead of metrics")
         return len(answer)
 
-    def _with_scrape(self, measure: Callable[[], float]) -> float:
-        if not self._port:
-            return measure()
-        scraping = threading.Thread(target=self.scrape)
-        scraping.start()
-        try:
-            return measure()
-        finally:
-            scraping.join()
-
-    def _read_s(self) -> float:
+    def _read_s(self, n_times: int) -> float:
         total_s = 0.0
-        for _ in range(self._options.reads):
+        for _ in range(n_times):
             self._target[:, 0] ^= 1
             seconds, got = timed(lambda: self._namespace.get_into(self._tokens, self._target))
             total_s += seconds
@@ -154,8 +161,8 @@ class _Side:
                 raise IntegrityError(f"{got.n_blocks} of {self._n} blocks were read, or other bytes: {got.reason}")
         return total_s
 
-    def _lease_s(self) -> float:
-        times_s = [timed(lambda: self._namespace.lease(self._tokens).release())[0] for _ in range(self._options.leases)]
+    def _lease_s(self, n_times: int) -> float:
+        times_s = [timed(lambda: self._namespace.lease(self._tokens).release())[0] for _ in range(n_times)]
         self.lease_times_s += times_s
         return sum(times_s)
 

@@ -33,9 +33,9 @@ def draw_hit_ratio(
     For a replay with an NVMe tier also where its hits came from.
     """
     if measured is None or measured.nvme_capacity_blocks is None:
-        figure, axes = _new_figure(8.0, 5.0)
+        figure, axes = new_figure(8.0, 5.0)
     else:
-        figure, (axes, right) = _new_figure(12.0, 5.0, columns=2, widths=(5, 2))
+        figure, (axes, right) = new_figure(12.0, 5.0, columns=2, widths=(5, 2))
         _draw_tiers(right, measured)
     _curve(axes, report.points, "token_hit_ratio", "token hit", _BLUE, "o-")
     if report.whole_block_points:
@@ -55,7 +55,7 @@ def draw_hit_ratio(
     axes.set_ylim(0, max(_tops(report, ideal)) * 1.12)
     axes.set_title(f"Hit ratio over capacity: {report.name}, policy {report.policy}")
     axes.legend(loc="lower right", framealpha=0.95)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _draw_measured(axes: Any, measured: ReplayResult) -> None:
@@ -108,7 +108,7 @@ def _draw_tiers(axes: Any, measured: ReplayResult) -> None:
 def draw_bandwidth(path: Path, report: BandwidthReport | None, nvme: NvmeReport | None = None) -> None:
     """Ratio to numpy's copy by operation and block size; lookups as multiples of an echo; NVMe beside the disk."""
     widths = (*((3.0, 2.0) if report is not None else ()), *((2.5,) if nvme is not None else ()))
-    figure, axes = _new_figure(2.6 * sum(widths), 5.4, columns=len(widths), widths=widths)
+    figure, axes = new_figure(2.6 * sum(widths), 5.4, columns=len(widths), widths=widths)
     places = [axes] if len(widths) == 1 else list(axes)
     titles = []
     if report is not None:
@@ -124,12 +124,12 @@ def draw_bandwidth(path: Path, report: BandwidthReport | None, nvme: NvmeReport 
         _draw_ratios(places[-1], nvme.rows, "NVMe (GB/s on the bars)", f"limit: {nvme.limit}")
         titles.append(f"NVMe {nvme.pairs} pairs, batches of {_size(nvme.batch_bytes)}")
     figure.suptitle(f"kvstore against this machine's limits: {'; '.join(titles)}")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_index(path: Path, figures: Mapping[str, float]) -> None:
     """Matching time as multiples of its yardstick, and memory by shape of the tree."""
-    figure, (left, right) = _new_figure(13.0, 5.0, columns=2, widths=(3, 2))
+    figure, (left, right) = new_figure(13.0, 5.0, columns=2, widths=(3, 2))
     times = {name.removesuffix("_ratio"): value for name, value in figures.items() if name.endswith("_ratio")}
     bars = left.barh([name.replace("_", " ") for name in times], list(times.values()), color=_BLUE)
     left.bar_label(bars, fmt="%.2f", padding=3)
@@ -143,12 +143,12 @@ def draw_index(path: Path, figures: Mapping[str, float]) -> None:
     right.invert_yaxis()
     right.set_xlabel("bytes a block, beside its row")
     figure.suptitle("Prefix index: time of a match and memory of a block")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_metrics(path: Path, figures: Mapping[str, float]) -> None:
     """Speed with metrics as a share of the speed without."""
-    figure, axes = _new_figure(8.0, 3.0)
+    figure, axes = new_figure(8.0, 3.0)
     names = ["read", "lease"]
     values = [figures[f"{name}_ratio"] for name in names]
     low = [figures[f"{name}_ratio"] - figures[f"{name}_ratio_low"] for name in names]
@@ -158,12 +158,12 @@ def draw_metrics(path: Path, figures: Mapping[str, float]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("time without metrics / time with them and a scrape (95% bound)")
     figure.suptitle("Cost of metrics")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_grpc(path: Path, report: GrpcReport) -> None:
     """Streams as a share of bare ones; how long calls take with one client and with many."""
-    figure, (left, right) = _new_figure(13.0, 5.0, columns=2, widths=(3, 2))
+    figure, (left, right) = new_figure(13.0, 5.0, columns=2, widths=(3, 2))
     _draw_ratios(left, report.rows, "Blocks (GB/s on the bars)", "bare gRPC stream of the same chunks")
     crowd = report.crowd
     latencies = {f"{name}, 1 client": latency for name, latency in report.calls.items()}
@@ -181,7 +181,7 @@ def draw_grpc(path: Path, report: GrpcReport) -> None:
     right.set_title(f"Calls; {crowd.n_lost} of {crowd.n_calls:,} lost", fontsize=10)
     right.legend(fontsize=7.5, frameon=False, loc="upper right")
     figure.suptitle(f"gRPC: {report.pairs} pairs, batches of {_size(report.batch_bytes)}")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _decimals(value: float) -> int:
@@ -260,7 +260,8 @@ def _shades(n: int) -> list[str]:
     return [paired[i % len(paired)] for i in range(n)]
 
 
-def _new_figure(width: float, height: float, columns: int = 1, widths: Sequence[float] = (1,)) -> tuple[Any, Any]:
+def new_figure(width: float, height: float, columns: int = 1, widths: Sequence[float] = (1,)) -> tuple[Any, Any]:
+    """A figure and its axes, one or ``columns`` of them, ``widths`` to each other."""
     # Figure objects instead of pyplot: no global state, no display, nothing to close.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -276,6 +277,7 @@ def _new_figure(width: float, height: float, columns: int = 1, widths: Sequence[
     return figure, axes
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure as PNG; makes the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_DPI)

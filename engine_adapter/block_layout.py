@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvstore.engine_adapter.runs import Pages, Strides
 from kvstore.errors import BadInputError
+from kvstore.hybrid import parts_of, place_of
 from kvstore.types import DTYPE_BYTES, GroupKind, KVGroup, KVSpec
 
 OPAQUE = "opaque"
@@ -53,11 +54,25 @@ class BlockLayout:
 
         Raises BadInputError for a group of states that is not opaque: it has no tokens to tell apart.
         """
+        return cls._of(spec, by_part=False)
+
+    @classmethod
+    def by_part(cls, spec: KVSpec) -> BlockLayout:
+        """As ``of``, for blocks whose parts are stored each by itself: places are in the part that has the layer.
+
+        The same as ``of`` for a spec that is not hybrid.
+        """
+        return cls._of(spec, by_part=bool(parts_of(spec)))
+
+    @classmethod
+    def _of(cls, spec: KVSpec, *, by_part: bool) -> BlockLayout:
         layers: list[LayerPlace] = []
         start = 0
         pages = spec.block_tokens // spec.tokens_per_page
-        for group in spec.groups:
+        for number, group in enumerate(spec.groups):
             page_bytes = group.bytes_per_page(spec.tokens_per_page)
+            if by_part:
+                _, start, _ = place_of(spec, number)
             for _ in range(group.layers):
                 layers.append(_layer(group, start, page_bytes, spec.tokens_per_page))
                 start += pages * page_bytes

@@ -48,6 +48,10 @@ class Job:
             self._state.wait_for(lambda: self._n_done > layer or self._over, rest_s)
             return self._n_done > layer
 
+    def wait_copied(self, deadline_s: float) -> bool:
+        """Block until the engine may use the memory again; False if not by ``deadline_s``: cancel it then."""
+        return self.wait_layer(self._n_layers - 1, deadline_s) or self.over
+
     def wait(self, deadline_s: float) -> bool:
         """Block until the job is over, at most until ``deadline_s``; True if it is over and succeeded."""
         with self._state:

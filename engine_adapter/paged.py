@@ -65,10 +65,6 @@ class SaveJob(Job):
             self._n_ready = max(self._n_ready, layer + 1)
             self._state.notify_all()
 
-    def wait_copied(self, deadline_s: float) -> bool:
-        """Block until the engine may overwrite its pages; False if that is not so by ``deadline_s``: cancel it then."""
-        return self.wait_layer(self._n_layers - 1, deadline_s) or self.over
-
     def wait_ready(self, layer: int) -> bool:
         """Block until the engine has computed a layer; False if it has not by the deadline, or the job is over."""
         with self._state:

@@ -46,7 +46,7 @@ class Cleaner:
             table, alive = self._index.table, self._index.table.alive()
             ids = alive[self._index.resident(alive, DRAM) & ~self._index.resident(alive, NVME)]
             ids = ids[~self._index.parts.is_spare(ids)]
-            ids = ids[np.argsort(-table.rank[ids], kind="stable")]
+            ids = ids[np.argsort(-self._index.rank(ids, NVME), kind="stable")]
             fits = np.cumsum(table.size_bytes[ids], dtype=np.int64) <= self._offloader.queue_bytes_max // 2
             self._write(ids[fits])
         return self._offloader.idle
@@ -58,7 +58,7 @@ class Cleaner:
         """
         short = self._offloader.short_of(ids)
         if short:
-            rank, first = self._index.table.rank, self._index.coldest(1, NVME)
-            ids = ids[rank[ids] > rank[first[0]]] if len(first) else ids[:0]
+            first = self._index.coldest(1, NVME)
+            ids = ids[self._index.rank(ids, NVME) > self._index.rank(first, NVME)] if len(first) else ids[:0]
         if len(ids):
             self._offloader.add(ids)

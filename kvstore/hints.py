@@ -12,6 +12,7 @@ SESSION_ID_CHARS_MAX = 256
 TURN_MAX = (1 << 16) - 1
 PRIORITY_MAX = 100
 EXPECTED_REUSE_MAX = 1e6
+OUTPUT_TOKENS_MAX = (1 << 31) - 1
 TTL_S_MAX = 10 * 366 * 86400.0
 
 
@@ -27,6 +28,7 @@ class Hints:
     again; a longer time, or none, given by anybody who stores them wins.
     ``priority``: -100 to 100, higher is kept longer.
     ``no_reuse``: the blocks will not be used again.
+    ``output_tokens``: how many the request has generated, best said with the last put, when that is known.
 
     They are advice: they decide what goes first, never what the bytes are. Raises BadInputError for what can't be.
     """
@@ -38,11 +40,13 @@ class Hints:
     ttl_s: float = 0.0
     priority: int = 0
     no_reuse: bool = False
+    output_tokens: int = 0
 
     def __post_init__(self) -> None:
         _check_text("request_type", self.request_type, REQUEST_TYPE_CHARS_MAX)
         _check_text("session_id", self.session_id, SESSION_ID_CHARS_MAX)
         _check_whole("turn", self.turn, 0, TURN_MAX)
+        _check_whole("output_tokens", self.output_tokens, 0, OUTPUT_TOKENS_MAX)
         _check_whole("priority", self.priority, -PRIORITY_MAX, PRIORITY_MAX)
         _check_number("expected_reuse", self.expected_reuse, EXPECTED_REUSE_MAX)
         _check_number("ttl_s", self.ttl_s, TTL_S_MAX)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError
-from kvstore.hints import Hints
+from kvstore.prefix_index.policy import Use
 from kvstore.prefix_index.rows import RowPath
 
 
@@ -150,13 +150,11 @@ class Reservation(Claim):
     n_present: int
     n_wanted: int
     prefix_ids: NDArray[np.integer[Any]]
-    time_s: float
-    category: int = 0
+    use: Use
     part: int = 0
     """Which part of the blocks it is for, see ``OpenNamespace.parts``."""
     root: tuple[str, str] = ("", "")
     """Salt and LoRA identity, of which ``root_key`` is made."""
-    hints: Hints | None = None
     skipped_reason: str = ""
     slots: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     quarantined: bool = False

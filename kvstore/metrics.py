@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Hashable
@@ -52,6 +53,27 @@ class Distribution:
             total += count
             sums.append(total)
         return sums
+
+    def since(self, before: Distribution | None) -> Distribution:
+        """What has come since it was like that; all of it where that can't be, as after a restart."""
+        if before is None or before.bounds != self.bounds or before.n > self.n:
+            return self
+        counts = tuple(now - was for now, was in zip(self.counts, before.counts, strict=True))
+        return self if min(counts) < 0 else Distribution(self.bounds, counts, self.total - before.total)
+
+    def quantile(self, share: float) -> float:
+        """The value that so much of all (0 to 1) is not above, as far as the bounds tell: inf beyond the last of them.
+
+        Values of a bucket count as evenly spread in it. NaN if there is none.
+        """
+        rank, passed, low = share * self.n, 0, 0.0
+        if not self.n:
+            return math.nan
+        for count, high in zip(self.counts, (*self.bounds, math.inf), strict=True):
+            if count and passed + count >= rank:
+                return high if math.isinf(high) else low + (high - low) * (rank - passed) / count
+            passed, low = passed + count, high
+        return math.inf
 
 
 class Histogram:

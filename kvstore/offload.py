@@ -71,6 +71,7 @@ class Offloader:
         nvme: NvmeTier,
         layout_of: Callable[[int], FrameLayout | None],
         number_of: Callable[[int], int],
+        until_of: Callable[[Ids], NDArray[np.float64]],
         jobs: Jobs,
         counters: Counters,
         clock: Clock,
@@ -81,7 +82,7 @@ class Offloader:
     ) -> None:
         """``layout_of``, ``number_of``: frames and catalog number of a namespace, by its number in the block table.
 
-        No frames: blocks of that namespace can't lie on NVMe.
+        No frames: blocks of that namespace can't lie on NVMe. ``until_of``: until when blocks may be found, Unix time.
         ``hits``: at which access ``selective`` writes.
         """
         self._index = index
@@ -89,6 +90,7 @@ class Offloader:
         self._nvme = nvme
         self._layout_of = layout_of
         self._number_of = number_of
+        self._until_of = until_of
         self._jobs = jobs
         self._counters = counters
         self._clock = clock
@@ -302,6 +304,7 @@ class Offloader:
             np.concatenate([np.full(len(part.ids), part.layout.payload_bytes, np.uint32) for part in parts]),
             [pieces for part in parts for pieces in part.buffers()],
             np.concatenate([part.firsts for part in parts]),
+            self._until_of(np.concatenate([part.ids for part in parts])),
         )
         writing = Writing(parts, job, self._clock.now_s(), n_bytes)
         self._writes.append(writing)
@@ -373,6 +376,7 @@ class Offloader:
         live[live] = joins = self._index.may_join_nvme(writing.ids[live])
         self._nvme.free(writing.slots[finished][~joins], soon=True)
         self._index.add_nvme(writing.ids[live], writing.slots[live])
+        self._index.hints.move(writing.ids[live])  # it may have been made longer meanwhile
         n_live = int(live.sum())
         self._counters.add("offloaded_blocks", n_live)
         self._counters.add("offloaded_bytes", writing.n_bytes if n_live == len(live) else 0)

@@ -55,7 +55,7 @@ class BlockTable:
     size_bytes       uint32         how many bytes
     refs             int32          pins; a pinned block is never evicted
     generation       uint32         how often the id has been used; (id, generation) names a block for good
-    rank             float64        the policy's order: the lowest leaf goes first
+    rank             float64        the policy's order in DRAM: the lowest leaf goes first
     last_use_s       float64        policy time of the last access
     category         uint8          the caller's class of the last access
     residency        uint64         bits per tier and group
@@ -67,6 +67,7 @@ class BlockTable:
 
     With an NVMe tier also
 
+    nvme_rank        float64        the policy's order on NVMe, as ``rank`` is DRAM's
     nvme_slot        int64          the NVMe tier's handle of its frame; -1 when there is none
     n_nvme_children  uint32         children that are on NVMe
     hits             uint8          accesses, its insertion included, up to 255
@@ -94,6 +95,7 @@ class BlockTable:
     n_dram_children: NDArray[np.uint32]
     node: NDArray[Any]
     state: NDArray[np.uint8]
+    nvme_rank: NDArray[np.float64]
     nvme_slot: NDArray[np.int64]
     n_nvme_children: NDArray[np.uint32]
     hits: NDArray[np.uint8]
@@ -118,6 +120,7 @@ class BlockTable:
     )
     _NVME_FIELDS: tuple[tuple[str, Any], ...] = (
         ("n_dram_children", np.uint32),
+        ("nvme_rank", np.float64),
         ("nvme_slot", np.int64),
         ("n_nvme_children", np.uint32),
         ("hits", np.uint8),
@@ -208,6 +211,13 @@ class BlockTable:
         self.node[ids] = None
         self._free.frombytes(ids.tobytes())
 
+    def used(self, at: At, now_s: float, category: int, *, is_access: bool = True) -> None:
+        """Blocks are used; ``is_access``: which was not counted yet."""
+        self.last_use_s[at] = now_s
+        self.category[at] = category
+        if self.nvme and is_access:
+            self.hits[at] = np.minimum(self.hits[at], 254) + 1
+
     def free_ids(self) -> Ids:
         """A copy of the ids that wait for reuse."""
         return np.array(self._free, np.uint32)
@@ -215,6 +225,10 @@ class BlockTable:
     def alive(self) -> Ids:
         """Ids of all living blocks, ascending. Looks at the whole table."""
         return np.flatnonzero(self.state[: self.n_used]).astype(np.uint32)
+
+    def ranks(self, tier: int) -> NDArray[np.float64]:
+        """The column that has a tier's order; another array after the table has grown."""
+        return self.rank if tier == DRAM else self.nvme_rank
 
     def resident(self, at: At, tier: int) -> NDArray[np.bool_]:
         """Which of the blocks have a copy in a tier."""
@@ -245,8 +259,11 @@ class BlockTable:
         if not self.nvme:
             return np.flatnonzero(self._evictable(slice(self.n_used), tier)).astype(np.uint32)
         # One narrow column first: a tier may hold a small part of the blocks.
-        column = self.residency[: self.n_used].view("<u2")[tier::TIERS]
-        return self.evictable(np.flatnonzero(column), tier)
+        return self.evictable(self.all_resident(tier), tier)
+
+    def all_resident(self, tier: int = DRAM) -> NDArray[np.intp]:
+        """Ids of all blocks with a copy in a tier, ascending. Looks at the whole table."""
+        return np.flatnonzero(self.residency[: self.n_used].view("<u2")[tier::TIERS])
 
     def _evictable(self, at: At | slice, tier: int) -> NDArray[np.bool_]:
         residency = self.residency[at]

@@ -53,10 +53,8 @@ class Copies:
 
     def __init__(self, table: BlockTable, policy: EvictionPolicy) -> None:
         self._table = table
-        self.evictors = [Evictor(table, policy, tier) for tier in ((DRAM, NVME) if table.nvme else (DRAM,))]
-        if table.nvme:
-            dram, nvme = self.evictors
-            dram.others, nvme.others = (nvme,), (dram,)
+        self._policy = policy
+        self.evictors = [Evictor(table, policy.of(tier), tier) for tier in ((DRAM, NVME) if table.nvme else (DRAM,))]
         self.n = [0, 0]
         """Copies per tier."""
         self.n_broken = 0
@@ -68,6 +66,10 @@ class Copies:
         """Tell every evictor: see ``Evictor.changed``."""
         for evictor in self.evictors:
             evictor.changed(at, lowest_rank)
+
+    def lost(self, at: At, tier: int) -> None:
+        """Copies are gone otherwise than by eviction."""
+        self._policy.left(at, tier)
 
     def gain(self, ids: At, tier: int, slots: NDArray[np.int64]) -> None:
         """Blocks get a copy. Raises IntegrityError if one has a copy there; nothing changed then."""
@@ -87,6 +89,7 @@ class Copies:
         if table.nvme:
             np.add.at(self.children(tier), parents, 1)
         self.n[tier] += len(at)
+        self._policy.entered(at, tier)
         self.changed(at)
         if self.witness is not None:
             self.witness.gained(at, tier, first=residency == 0)
@@ -121,6 +124,7 @@ class Copies:
         table.residency[at] &= ~np.uint64(residency_bit(NVME))
         table.nvme_slot[at] = -1
         self.n[NVME] -= len(at)
+        self.lost(at, NVME)
         self.n_broken += int(np.count_nonzero(table.residency[at] == 0))
         if self.witness is not None:
             self.witness.lost(at, NVME, Loss.CORRUPT, table.residency[at] == 0)

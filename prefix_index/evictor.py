@@ -29,15 +29,13 @@ _CHUNK = 256
 class Evictor:
     """The order of eviction from one tier. Tell it about every block whose state or rank changes.
 
-    A leaf is a block that ``BlockTable.is_evictable`` lets go from the tier. ``others``: the evictors of
-    other tiers of the same table, told when a snapshot finds that ranks have changed.
+    A leaf is a block that ``BlockTable.is_evictable`` lets go from the tier.
     """
 
     def __init__(self, table: BlockTable, policy: EvictionPolicy, tier: int = DRAM) -> None:
         self._table = table
         self._policy = policy
         self._tier = tier
-        self.others: tuple[Evictor, ...] = ()
         self._aside: set[int] = set()
         self._heap: list[tuple[float, int]] = []
         self.forget()
@@ -61,11 +59,12 @@ class Evictor:
         """
         if self._bound < lowest_rank or self._bound == -math.inf:
             return
-        within = self._table.rank[at] <= self._bound
+        rank = self._table.ranks(self._tier)
+        within = rank[at] <= self._bound
         if not within.any():
             return
         ids = self._table.evictable(at[within], self._tier)
-        for entry in zip(self._table.rank[ids].tolist(), ids.tolist(), strict=True):
+        for entry in zip(rank[ids].tolist(), ids.tolist(), strict=True):
             heappush(self._heap, entry)
         if len(self._heap) > _HEAP_SLACK + 2 * len(self._ids):
             self.forget()
@@ -74,7 +73,7 @@ class Evictor:
         """``changed`` for a block that lost its last child."""
         table = self._table
         if table.refs[block] == 0:
-            rank = float(table.rank[block])
+            rank = float(table.ranks(self._tier)[block])
             if rank <= self._bound:
                 heappush(self._heap, (rank, block))
 
@@ -91,8 +90,12 @@ class Evictor:
             rank, block = entry
             if block in self._aside:
                 continue
-            if self._table.rank[block] == rank and self._table.is_evictable(block, self._tier):
-                return block
+            if self._table.ranks(self._tier)[block] != rank or not self._table.is_evictable(block, self._tier):
+                continue
+            if self._policy.reprieves and (moved := self._policy.reprieve(block, self._tier)) is not None:
+                self.changed(moved)
+                continue
+            return block
 
     def pass_over(self, block: int) -> None:
         """A block that came from ``pop`` stays where it is, and is not given again until ``take_back``."""
@@ -112,13 +115,15 @@ class Evictor:
         if not self._chunk:
             self._load()
         least = min(self._heap[0][0] if self._heap else math.inf, self._chunk[-1][0] if self._chunk else math.inf)
-        ranks = table.rank[ids]
+        ranks = table.ranks(self._tier)[ids]
         stays = (ranks >= least if least <= self._bound else ranks > self._bound) | (table.refs[ids] != 0)
         if table.nvme:
             residency = table.residency[ids]
             stays |= residency != residency[0]
         if table.nvme or table.n_cold or table.n_parts:
             stays |= table.n_children[ids] > 1
+        if self._policy.reprieves:
+            stays |= self._policy.spares(ids.astype(np.intp), self._tier)
         stays[0] = False
         first = int(stays.argmax())
         return first if stays[first] else len(ids)
@@ -148,11 +153,11 @@ class Evictor:
             self._bound = math.inf
             self._complete = True
             return False
-        ranks = self._policy.rank(ids)
-        moved = ids[ranks != self._table.rank[ids]] if self.others else ids[:0]
-        self._table.rank[ids] = ranks
-        for other in self.others:
-            other.changed(moved)
+        if self._policy.moves:
+            held = self._table.all_resident(self._tier)
+            self._table.ranks(self._tier)[held] = self._policy.rank(held, self._tier)
+        ranks = self._policy.rank(ids, self._tier)
+        self._table.ranks(self._tier)[ids] = ranks
         keep = max(_SNAPSHOT_MIN, len(ids) // _SNAPSHOT_SHARE)
         if len(ids) > keep:
             lowest = np.argpartition(ranks, keep - 1)[:keep]
@@ -160,7 +165,7 @@ class Evictor:
             self._bound = float(ranks.max())
         else:
             # All leaves are in: parents that become leaves belong to the order up to the highest rank given.
-            self._bound = float(self._table.rank[self._table.alive()].max())
+            self._bound = float(self._table.ranks(self._tier)[self._table.alive()].max())
         order = np.argsort(ranks, kind="stable")
         self._ids, self._ranks = ids[order], ranks[order]
         return True
@@ -173,6 +178,6 @@ class Evictor:
         waiting = set(self._heap) | set(self._chunk)
         waiting |= set(zip(self._ranks[self._at :].tolist(), self._ids[self._at :].tolist(), strict=True))
         for block in table.all_evictable(self._tier).tolist():
-            entry = (float(table.rank[block]), block)
+            entry = (float(table.ranks(self._tier)[block]), block)
             if entry[0] < self._bound and entry not in waiting:
                 raise IntegrityError(f"block {block} is evictable from tier {self._tier}, but its evictor forgot it")

@@ -155,6 +155,7 @@ class Hiding:
         left = table.residency[at] & ~np.uint64(residency_bit(tier))
         table.residency[at] = left
         copies.n[tier] -= len(at)
+        copies.lost(at, tier)
         copies.n_broken += int(np.count_nonzero(left == 0))
         if copies.witness is not None:
             copies.witness.lost(at, tier, Loss.CLEARED, left == 0)

@@ -33,6 +33,7 @@ _COLUMNS: tuple[tuple[str, Any], ...] = (
     ("no_reuse", np.bool_),
     ("expires_s", np.float64),
     ("is_overdue", np.bool_),
+    ("is_moved", np.bool_),
 )
 
 
@@ -50,6 +51,7 @@ class HintColumns:
     no_reuse         bool
     expires_s        float64  the clock's time from which on it is a miss; inf for never
     is_overdue       bool     that time has been acted upon
+    is_moved         bool     that time is another since ``take_moved`` was called last
     """
 
     generation: NDArray[np.uint32]
@@ -63,6 +65,7 @@ class HintColumns:
     no_reuse: NDArray[np.bool_]
     expires_s: NDArray[np.float64]
     is_overdue: NDArray[np.bool_]
+    is_moved: NDArray[np.bool_]
 
     def __init__(self, table: BlockTable) -> None:
         self._table = table
@@ -70,6 +73,7 @@ class HintColumns:
             setattr(self, name, np.zeros(0, dtype))
         self.has_ttl = False
         """Whether any block was ever given a time."""
+        self._any_moved = False
         self._sessions: dict[tuple[int, str], int] = {}
         self._n_sessions = 0
         self._types: dict[str, int] = {}
@@ -155,6 +159,41 @@ class HintColumns:
         overdue: NDArray[np.intp] = at
         return overdue
 
+    def expire_s(self, ids: At) -> NDArray[np.float64]:
+        """From when on each of the blocks is a miss, by the clock; inf for never."""
+        if not self.has_ttl:
+            return np.full(len(ids), np.inf)
+        self._grow()
+        at = ids.astype(np.intp, copy=False)
+        return np.where(self._is_known(at), self.expires_s[at], np.inf)
+
+    def found(self, ids: At, expires_s: NDArray[np.float64]) -> None:
+        """Blocks that nothing else is known of were stored with a life that ends then; inf for never."""
+        at = ids[np.isfinite(expires_s)].astype(np.intp, copy=False)
+        if not len(at):
+            return
+        self.has_ttl = True
+        self._grow()
+        self._begin(at)
+        self.is_shared[at] = True
+        self.expires_s[at] = expires_s[np.isfinite(expires_s)]
+
+    def move(self, ids: At) -> None:
+        """Have ``take_moved`` give these, as far as they have a life."""
+        if self.has_ttl:
+            self._grow()
+            self.is_moved[ids.astype(np.intp, copy=False)] = self._any_moved = True
+
+    def take_moved(self) -> NDArray[np.intp]:
+        """Blocks whose life has been made longer since this was called last. Looks at the whole table if any was."""
+        if not self._any_moved:
+            return np.empty(0, np.intp)
+        self._any_moved = False
+        at = np.flatnonzero(self.is_moved)
+        self.is_moved[at] = False
+        moved: NDArray[np.intp] = at[self._is_known(at)]
+        return moved
+
     # Facts ---------------------------------------------------------------------------------------
 
     def of(self, block: int, now_s: float) -> dict[str, str | int | float | bool]:
@@ -182,10 +221,8 @@ class HintColumns:
         self._grow()
         known = self._is_known(at)
         fresh = at[~known]
-        for name, _ in _COLUMNS:
-            getattr(self, name)[fresh] = np.inf if name == "expires_s" else 0
+        self._begin(fresh)
         self.is_shared[fresh] = ~is_new[~known]  # somebody has stored it who said nothing
-        self.generation[fresh] = self._table.generation[fresh]
         self.noted_s[at] = time_s
         number = self._number(namespace, hints.session_id) if hints.session_id else 0
         self.is_shared[at] |= known & (self.session[at] != number)
@@ -198,8 +235,17 @@ class HintColumns:
         self.no_reuse[at] = hints.no_reuse
         return known
 
+    def _begin(self, at: NDArray[np.intp]) -> None:
+        """A record of each block, which says nothing."""
+        for name, _ in _COLUMNS:
+            getattr(self, name)[at] = np.inf if name == "expires_s" else 0
+        self.generation[at] = self._table.generation[at]
+
     def _live_until(self, at: NDArray[np.intp], until_s: float) -> None:
-        self.expires_s[at] = np.maximum(self.expires_s[at], until_s)
+        longer = at[self.expires_s[at] < until_s]
+        self.is_moved[longer] = True
+        self._any_moved |= len(longer) > 0
+        self.expires_s[longer] = until_s
         self.is_overdue[at] = False
 
     def _is_known(self, at: NDArray[np.intp]) -> NDArray[np.bool_]:

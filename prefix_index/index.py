@@ -24,7 +24,7 @@ from kvstore.prefix_index.integrity import check_index
 from kvstore.prefix_index.kin import Kin
 from kvstore.prefix_index.leaving import Evicted, Leaving
 from kvstore.prefix_index.parts import Parts, recognised
-from kvstore.prefix_index.policy import EvictionPolicy
+from kvstore.prefix_index.policy import EvictionPolicy, Use
 from kvstore.prefix_index.reopen import Found, take_in
 from kvstore.prefix_index.rows import RowPath
 from kvstore.prefix_index.search import Match, Search
@@ -64,7 +64,7 @@ class PrefixIndex:
     def __init__(self, policy: EvictionPolicy, reserve_blocks: int = 1 << 16, nvme: bool = False) -> None:
         self.table = BlockTable(reserve_blocks, nvme)
         self._policy = policy
-        policy.attach(self.table)
+        policy.attach(self.table, (DRAM, NVME) if nvme else (DRAM,))
         self._tree = RadixTree(self.table)
         self._copies = Copies(self.table, policy)
         self._cold = ColdBlocks(self.table)
@@ -210,15 +210,25 @@ class PrefixIndex:
 
     # Use -----------------------------------------------------------------------------------------
 
-    def touch(self, ids: At, now_s: float, category: int = 0, *, is_access: bool = True) -> None:
-        """Use of blocks of one path, given from its head; the head counts as more recent.
-
-        ``is_access=False``: it belongs to an access that was counted already.
-        """
+    def touch(self, ids: At, use: Use) -> None:
+        """Use of blocks of one path, given from its head; the head counts as more recent."""
         if len(ids):
             at = ids.astype(np.intp, copy=False)
-            self._used(at, now_s, category, is_access=is_access)
-            self._copies.changed(at, self._policy.accessed(at, now_s))
+            self.table.used(at, use.now_s, use.category, is_access=not use.is_again)
+            self._copies.changed(at, self._policy.accessed(at, use))
+
+    def ended(self, ids: At, use: Use) -> None:
+        """What became of the request that used these blocks is known: how much it generated."""
+        if len(ids):
+            self._policy.ended(ids.astype(np.intp, copy=False), use)
+
+    def admitted(self, ids: At, use: Use, tier: int) -> At:
+        """Those of a request's blocks that the policy wants written to a tier below DRAM."""
+        return ids[self._policy.of(tier).admits(ids.astype(np.intp, copy=False), use, tier)]
+
+    def rank(self, ids: At, tier: int = DRAM) -> NDArray[np.float64]:
+        """What the policy thinks of these blocks now, in a tier or if they were there: lower goes first."""
+        return self._policy.of(tier).rank(ids.astype(np.intp, copy=False), tier)
 
     def demote(self, ids: At) -> None:
         """These blocks, and their parts, go before all others, until they are used again; those that are pinned now
@@ -267,11 +277,9 @@ class PrefixIndex:
         first_row: int,
         slots: NDArray[np.int64],
         size_bytes: int,
-        now_s: float,
-        category: int = 0,
-        namespace: int = 0,
+        use: Use,
     ) -> Inserted:
-        """Store rows ``first_row`` to ``first_row + len(slots) - 1``, whose bytes lie in ``slots``.
+        """Store rows ``first_row`` to ``first_row + len(slots) - 1``, whose bytes lie in ``slots``, in a namespace.
 
         A row that is in DRAM keeps its block and slot; one that is on NVMe only, or broken, takes the new slot.
         Taking a slot counts as an access. A short last row becomes a short leaf. Raises MissingParent when an
@@ -290,7 +298,7 @@ class PrefixIndex:
         if stop is None:
             if first_row:
                 raise MissingParent(f"row {first_row} of a path of which nothing is stored: insert row 0 first")
-            stop = Stop(self._tree.make_root(root_key, path, namespace), 0, 0, array("I"))
+            stop = Stop(self._tree.make_root(root_key, path, use.namespace), 0, 0, array("I"))
         stored = self._search.before_broken(root_key, path, stop).n_rows
         if stored < first_row:
             raise MissingParent(f"row {first_row} of a path stored up to row {stored}: insert the rows between")
@@ -298,9 +306,10 @@ class PrefixIndex:
         new = self._add(root_key, path, stop, end, slots[len(old) :])
         if len(new):
             self.table.size_bytes[new] = size_bytes
-            self.table.namespace[new] = namespace
-            self._used(new, now_s, category)
-            self._policy.inserted(new, now_s)
+            self.table.namespace[new] = use.namespace
+            self.table.used(new, use.now_s, use.category)
+            self._policy.inserted(new, use)
+            self._policy.entered(new, DRAM)
             self._copies.evictors[DRAM].changed(new[-1:])
             if self.witness is not None:
                 self.witness.gained(new.astype(np.intp), DRAM, first=np.ones(len(new), np.bool_))
@@ -309,7 +318,7 @@ class PrefixIndex:
         if len(new) < np.count_nonzero(is_new):
             back = old[is_new[: len(old)]].astype(np.intp)
             self._copies.gain(back, DRAM, slots[is_new][: len(back)])
-            self.touch(back, now_s, category)
+            self.touch(back, use)
         return Inserted(np.concatenate((old, new)), is_new)
 
     def insert_cold(
@@ -404,13 +413,6 @@ class PrefixIndex:
         if self.kin and evicted.gone.any():
             self.demote(self.kin.lost(evicted.ids[evicted.gone]))
         return evicted
-
-    def _used(self, at: At, now_s: float, category: int, *, is_access: bool = True) -> None:
-        table = self.table
-        table.last_use_s[at] = now_s
-        table.category[at] = category
-        if table.nvme and is_access:
-            table.hits[at] = np.minimum(table.hits[at], 254) + 1
 
     def _add(self, root_key: bytes, path: RowPath, stop: Stop, end: int, slots: NDArray[np.int64]) -> Ids:
         """Blocks for the rows behind ``stop``, in tree and table; size and use are left to fill."""

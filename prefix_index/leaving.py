@@ -208,6 +208,7 @@ class Leaving:
             slots[ids] = -1
         if self._copies.witness is not None:
             self._copies.witness.lost(ids.astype(np.intp), tier, Loss.EVICTED, table.residency[ids] == 0)
+        self._policy.left(ids, tier)
         self._free()
         return evicted
 

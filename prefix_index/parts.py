@@ -12,6 +12,7 @@ Which parts a hit needs, its ``Rule`` says; how far a prompt is stored is decide
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from kvstore.errors import BadInputError
 from kvstore.prefix_index.block_table import DRAM, PART, PARTS_MAX, At, BlockTable, Ids
 from kvstore.prefix_index.copies import Copies
 from kvstore.prefix_index.keys import part_key
-from kvstore.prefix_index.policy import EvictionPolicy
+from kvstore.prefix_index.policy import EvictionPolicy, Use
 from kvstore.types import KEY_BYTES
 
 ANY_TIER = -1
@@ -146,9 +147,7 @@ class Parts:
         rule: Rule,
         slots: NDArray[np.int64],
         size_bytes: int,
-        now_s: float,
-        category: int = 0,
-        namespace: int = 0,
+        use: Use,
     ) -> NewParts:
         """Store the parts of rows ``first_row ..`` of a path of blocks that are stored; counts as an access.
 
@@ -166,26 +165,26 @@ class Parts:
         known = ids[~absent]
         is_new = absent.copy()
         is_new[~absent] = ~table.resident(known, DRAM)
-        ids[absent] = self._add(at[absent], rule.number, size_bytes, namespace, now_s)
-        self._policy.inserted(ids[absent], now_s)
+        ids[absent] = self._add(at[absent], rule.number, size_bytes, use)
+        self._policy.inserted(ids[absent], use)
         # The rank first: whoever hears of the copy looks at it.
-        self._note_use(ids[is_new], now_s, category)
+        table.used(ids[is_new], use.now_s, use.category)
         self._copies.gain(ids[is_new], DRAM, slots[is_new])
         back = is_new & ~absent
         if back.any():
-            self.touch(ids[back], now_s, category, is_access=False)
+            self.touch(ids[back], replace(use, is_again=True))
         if not rule.is_state:
-            self._sort_out(path.astype(np.intp), rule, ids[absent], now_s)
+            self._sort_out(path.astype(np.intp), rule, ids[absent], use)
         return NewParts(ids.astype(np.uint32), is_new)
 
-    def touch(self, ids: At, now_s: float, category: int = 0, *, is_access: bool = True) -> None:
+    def touch(self, ids: At, use: Use) -> None:
         """A hit has used these parts."""
         if not len(ids):
             return
         at = ids.astype(np.intp, copy=False)
         self._set_spare(at, to=False)
-        self._note_use(at, now_s, category, is_access=is_access)
-        self._copies.changed(at, self._policy.accessed(at, now_s))
+        self._table.used(at, use.now_s, use.category, is_access=not use.is_again)
+        self._copies.changed(at, self._policy.accessed(at, use))
 
     def adopt(self, ids: At, parents: At, numbers: NDArray[np.uint8]) -> None:
         """These ids, whose other columns are filled, are the parts of blocks that have none of this number."""
@@ -212,7 +211,7 @@ class Parts:
     def _all_there(self, at: At, start: int, rule: Rule, tier: int, first_row: int) -> bool:
         return bool(self._usable(at, start, rule, tier, first_row).all())
 
-    def _add(self, parents: At, number: int, size_bytes: int, namespace: int, now_s: float) -> NDArray[np.int64]:
+    def _add(self, parents: At, number: int, size_bytes: int, use: Use) -> NDArray[np.int64]:
         """New parts without a copy."""
         table = self._table
         ids = table.allocate(len(parents)).astype(np.int64)
@@ -220,9 +219,9 @@ class Parts:
             return ids
         keys = [part_key(key, number) for key in _each(table.key[parents])]
         table.key[ids] = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)
-        table.parent[ids], table.namespace[ids] = parents, namespace
+        table.parent[ids], table.namespace[ids] = parents, use.namespace
         table.n_children[parents] += 1
-        table.slot[ids], table.size_bytes[ids], table.last_use_s[ids] = -1, size_bytes, now_s
+        table.slot[ids], table.size_bytes[ids], table.last_use_s[ids] = -1, size_bytes, use.now_s
         for column in (table.refs, table.residency, table.n_children, table.n_dram_children):
             column[ids] = 0
         if table.nvme:
@@ -231,14 +230,7 @@ class Parts:
         self.adopt(ids, parents, np.full(len(ids), number, np.uint8))
         return ids
 
-    def _note_use(self, at: At, now_s: float, category: int, *, is_access: bool = True) -> None:
-        table = self._table
-        table.last_use_s[at] = now_s
-        table.category[at] = category
-        if table.nvme and is_access:
-            table.hits[at] = np.minimum(table.hits[at], 254) + 1
-
-    def _sort_out(self, path: NDArray[np.intp], rule: Rule, new: NDArray[np.int64], now_s: float) -> None:
+    def _sort_out(self, path: NDArray[np.intp], rule: Rule, new: NDArray[np.int64], use: Use) -> None:
         """Of the path's parts: what a window at its end or at a fork needs is not spare, other new ones are."""
         table = self._table
         n_kids = table.n_children[path].astype(np.int64)
@@ -254,7 +246,7 @@ class Parts:
         wanted_again = live[table.spare[live]]
         if len(wanted_again):
             self._set_spare(wanted_again, to=False)
-            self._copies.changed(wanted_again, self._policy.accessed(wanted_again, now_s))
+            self._copies.changed(wanted_again, self._policy.accessed(wanted_again, use))
         self._set_spare(new[~np.isin(new, live)], to=True)
 
     def _set_spare(self, at: At, *, to: bool) -> None:

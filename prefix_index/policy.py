@@ -1,105 +1,113 @@
-"""Eviction policies: each gives every block a rank, and the evictable leaf of lowest rank goes first."""
+"""What an eviction policy is: it gives every block a rank, and the evictable leaf of lowest rank goes first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import ConfigError
-from kvstore.prefix_index.block_table import At, BlockTable
+from kvstore.hints import Hints
+from kvstore.prefix_index.block_table import DRAM, At, BlockTable
 
 
-class EvictionPolicy(Protocol):
-    """Orders blocks by vectors over their ids; keeps no object per block.
+@dataclass(frozen=True, slots=True)
+class Use:
+    """The request that uses blocks, as policies see it.
 
-    Ranks may be anything but NaN. The one in force stands in ``table.rank``: ``accessed`` and ``inserted``
-    write it there for the ids of the call, and the evictor takes those up at once. Ranks that change at
-    other times (a formula over time, ranks of unrelated blocks) come into force when ``rank`` is next asked,
-    for each snapshot that the evictor takes of all evictable leaves. A policy that wants them in force now
-    raises ``version``: a new snapshot looks at the whole table, so do it once per many evictions.
+    ``now_s``: policy time, which never comes from a clock of the policy's own.
+    ``n_tokens``: of its prompt, 0 if unknown; ``output_tokens``: what it generated, 0 if unknown.
+    ``namespace``, ``tenant``: the caller's numbers; ``block_tokens``: tokens of a block, 0 if unknown.
+    ``category``: the caller's class, 0..255.
+    ``is_again``: this use of these blocks was counted already, by the lookup that came before the insertion.
+    """
+
+    now_s: float = 0.0
+    n_tokens: int = 0
+    output_tokens: int = 0
+    hints: Hints | None = None
+    namespace: int = 0
+    tenant: int = 0
+    block_tokens: int = 0
+    category: int = 0
+    is_again: bool = False
+
+
+class EvictionPolicy(ABC):
+    """Orders the blocks of one or several tiers by vectors over their ids; keeps no object per block.
+
+    Ranks may be anything but NaN. The one in force stands in ``table.ranks(tier)``: ``accessed``, ``inserted``,
+    ``entered`` and ``demoted`` write it there (``set_ranks``) for the ids of the call, and the evictors take those
+    up at once. Ranks that change at other times (a formula over time, ranks of unrelated blocks) come into force
+    when ``rank`` is next asked, for each snapshot that an evictor takes of all evictable leaves. A policy that wants
+    them in force now raises ``version``: a new snapshot looks at the whole table, so do it once per many evictions.
+
+    Ranks only choose among leaves that nobody uses: that a prompt loses its tail first is not the policy's business.
+    The same calls give the same ranks: no clock, no random numbers without a seed; of equal blocks the older first.
     """
 
     name: str
-    version: int
+    version = 0
+    moves = False
+    """Whether ranks change with time: a snapshot then asks for those of all blocks of the tier, so that a block which
+    becomes a leaf later has one of the same moment."""
+    reprieves = False
+    """Whether ``reprieve`` is to be asked."""
+    table: BlockTable
+    tiers: tuple[int, ...] = ()
 
-    def attach(self, table: BlockTable) -> None:
-        """Called once, before anything else."""
-        ...
+    def attach(self, table: BlockTable, tiers: Sequence[int] = (DRAM,)) -> None:
+        """Called once, before anything else. ``tiers``: whose order it gives."""
+        self.table, self.tiers = table, tuple(tiers)
 
-    def accessed(self, ids: At, now_s: float) -> float:
-        """One access of blocks of a path, first block first. Returns their lowest new rank, or -inf."""
-        ...
+    def of(self, tier: int) -> EvictionPolicy:  # noqa: ARG002 - one policy gives the order of all its tiers
+        """The policy that gives this tier's order."""
+        return self
 
-    def inserted(self, ids: At, now_s: float) -> None:
+    def set_ranks(self, ids: At, ranks: NDArray[np.float64] | float) -> None:
+        """Put ranks in force in all its tiers."""
+        for tier in self.tiers:
+            self.table.ranks(tier)[ids] = ranks
+
+    @abstractmethod
+    def accessed(self, ids: At, use: Use) -> float:
+        """A request uses blocks of a path, first block first. Returns their lowest new rank, or -inf."""
+
+    @abstractmethod
+    def inserted(self, ids: At, use: Use) -> None:
         """These blocks are new, in path order; their access is part of being inserted."""
-        ...
 
+    @abstractmethod
     def demoted(self, ids: At) -> None:
         """These blocks are to go before all others, until they are accessed again; their order is as of a path."""
-        ...
 
-    def evicted(self, ids: At) -> None:
+    def entered(self, ids: At, tier: int) -> None:  # noqa: B027 - a hook, as the next ones
+        """Blocks have got a copy in a tier, in path order; of new ones ``inserted`` tells first."""
+
+    def left(self, ids: At, tier: int) -> None:  # noqa: B027
+        """Blocks have lost their copy in a tier, first gone first; those without any other may leave the table next."""
+
+    def ended(self, ids: At, use: Use) -> None:  # noqa: B027
+        """What became of a request is known: ``use`` has its ``output_tokens``. ``ids``: the blocks of its prompt."""
+
+    def evicted(self, ids: At) -> None:  # noqa: B027
         """These blocks are about to leave the table."""
-        ...
 
-    def rank(self, ids: At) -> NDArray[np.float64]:
-        """Lower goes first. Changes nothing; the evictor writes the answer to ``table.rank``."""
-        ...
+    def reprieve(self, block: int, tier: int) -> At | None:  # noqa: ARG002 - nothing is reprieved
+        """Asked of the block that goes next, if ``reprieves``: None, or after giving it another rank instead the ids,
+        its own among them, that have new ranks. It must come to an end: some block goes."""
+        return None
 
+    def spares(self, ids: At, tier: int) -> NDArray[np.bool_]:  # noqa: ARG002 - nothing is spared
+        """Which of these blocks, that would go one after the other, ``reprieve`` should be asked of; bool [n]."""
+        return np.zeros(len(ids), np.bool_)
 
-class LruPolicy:
-    """Least recently used first; of one path the tail first.
+    def rank(self, ids: At, tier: int) -> NDArray[np.float64]:
+        """Lower goes first. Changes nothing; the evictor writes the answer to ``table.ranks(tier)``."""
+        return self.table.ranks(tier)[ids]
 
-    Each access takes fresh ranks from a counter, the path's head the highest of them, so that all ranks
-    differ and the order is total. The counter is exact up to 2**53 block accesses.
-    """
-
-    name = "lru"
-    version = 0
-    _table: BlockTable
-
-    def __init__(self) -> None:
-        self._next_rank = 1
-        self._lowest_rank = 0
-
-    def attach(self, table: BlockTable) -> None:
-        self._table = table
-
-    def accessed(self, ids: At, now_s: float) -> float:  # noqa: ARG002
-        first = self._next_rank
-        self._next_rank = first + len(ids)
-        self._table.rank[ids] = np.arange(self._next_rank - 1, first - 1, -1, dtype=np.float64)
-        return float(first)
-
-    def inserted(self, ids: At, now_s: float) -> None:
-        self.accessed(ids, now_s)
-
-    def demoted(self, ids: At) -> None:
-        first = self._lowest_rank - len(ids)
-        self._table.rank[ids] = np.arange(self._lowest_rank - 1, first - 1, -1, dtype=np.float64)
-        self._lowest_rank = first
-
-    def evicted(self, ids: At) -> None:
-        pass
-
-    def rank(self, ids: At) -> NDArray[np.float64]:
-        return self._table.rank[ids]
-
-
-POLICIES: dict[str, Callable[..., EvictionPolicy]] = {"lru": LruPolicy}
-"""Policies by name. To add one, put its class here."""
-
-
-def make_policy(name: str, **options: Any) -> EvictionPolicy:
-    """A fresh policy. Raises ConfigError for an unknown name or an option it doesn't have."""
-    factory = POLICIES.get(name)
-    if factory is None:
-        raise ConfigError(f"policy is {name!r}; known are {', '.join(sorted(POLICIES))}", ("policy",))
-    try:
-        return factory(**options)
-    except TypeError:
-        given = ", ".join(sorted(options))
-        raise ConfigError(f"policy {name!r} does not take these options: {given}") from None
+    def admits(self, ids: At, use: Use, tier: int) -> NDArray[np.bool_]:  # noqa: ARG002 - all are welcome
+        """Which of a request's blocks are worth writing to a tier below DRAM; for bool [n]. Changes nothing."""
+        return np.ones(len(ids), np.bool_)

@@ -12,7 +12,7 @@ from kvstore.prefix_index.block_table import NO_PARENT, NVME, BlockTable, Ids
 from kvstore.prefix_index.cold import ColdBlocks
 from kvstore.prefix_index.copies import Copies
 from kvstore.prefix_index.parts import Parts
-from kvstore.prefix_index.policy import EvictionPolicy
+from kvstore.prefix_index.policy import EvictionPolicy, Use
 
 
 class Found(NamedTuple):
@@ -73,6 +73,6 @@ def take_in(
     parts.adopt(new[is_part].astype(np.intp), parent[is_part], numbers[is_new][is_part])
     is_cold = ~is_part
     cold.add(new[is_cold], found.parents[is_new][is_cold], parent[is_cold] == NO_PARENT)
-    policy.inserted(new[::-1].astype(np.intp), now_s)
+    policy.inserted(new[::-1].astype(np.intp), Use(now_s))
     copies.gain(ids, tier, found.slots)
     return ids

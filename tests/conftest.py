@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kvstore.client import Client
 from kvstore.clock import ManualClock
@@ -19,6 +20,10 @@ from kvstore.tiers.nvme.files import Files
 
 MIB = 1 << 20
 WAIT_S = 20.0
+
+# Time says nothing here: a busy machine draws examples slowly. Tests that name checks of their own name this one, too.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 
 class DaemonThread:

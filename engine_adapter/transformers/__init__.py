@@ -11,6 +11,7 @@ from kvstore.engine_adapter.needs import needs
 
 with needs(__name__, ("torch", "transformers"), "pip install '.[transformers]' in a checkout of kvstored"):
     from kvstore.engine_adapter.transformers.cache import COUNTERS, KVStoreCache
+    from kvstore.engine_adapter.transformers.explaining import explain
     from kvstore.engine_adapter.transformers.identity import namespace_of
 
-__all__ = ["COUNTERS", "KVStoreCache", "namespace_of"]
+__all__ = ["COUNTERS", "KVStoreCache", "explain", "namespace_of"]

@@ -56,7 +56,7 @@ class KVStoreCache(DynamicCache):
         shapes: KVShapes,
         rows: Rows,
         prefix: BatchPrefix,
-        new_keeper: Callable[[BatchPrefix | None], BatchKeeper] | None,
+        new_keeper: Callable[[BatchPrefix | None, Sequence[Any]], BatchKeeper] | None,
         *,
         device: torch.device,
         generated: bool,
@@ -67,9 +67,8 @@ class KVStoreCache(DynamicCache):
         """Why nothing was found out about the prompt, if the daemon could not be asked."""
         self._shapes, self._rows, self._generated = shapes, rows, generated
         self._new_keeper = new_keeper
-        self._keeper = new_keeper(prefix) if new_keeper is not None else None
         self._by_index = {layer.index: layer for layer in shapes.layers}
-        self._last_index = shapes.layers[-1].index
+        self._first_index, self._last_index = shapes.layers[0].index, shapes.layers[-1].index
         self._ids: NDArray[np.uint32] | None = None
         layers: list[Any] = []
         for index in range(shapes.n_layers):
@@ -86,6 +85,7 @@ class KVStoreCache(DynamicCache):
                     layers[-1].begin_with(start)
                 else:
                     layers[-1].begin_with(start, prefix.n_columns)
+        self._keeper = new_keeper(prefix, layers) if new_keeper is not None else None
         Cache.__init__(self, layers=layers)
 
     @classmethod
@@ -129,8 +129,9 @@ class KVStoreCache(DynamicCache):
         layout = BlockLayout.of(handle.namespace.spec)
         prefix, reason = _find(handle, layout, rows, root, extras, wait, threads)
 
-        def new_keeper(prefix: BatchPrefix | None) -> BatchKeeper:
-            return _keeper(handle, layout, rows, prefix, root, extras)
+        def new_keeper(prefix: BatchPrefix | None, held: Sequence[Any]) -> BatchKeeper:
+            keepers = _row_keepers(handle, layout, rows, prefix, root, extras)
+            return BatchKeeper(keepers, shapes.layers, layout.block_tokens, held)
 
         watch(base)
         made = cls(
@@ -192,13 +193,14 @@ class KVStoreCache(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As transformers' own; also stores what is new."""
-        layer = self._by_index[layer_idx]
-        n_new = key_states.shape[-2]
-        if layer_idx == self._shapes.layers[0].index:
+        if layer_idx == self._first_index:
             self._guarded(self._begin_pass, key_states)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self._in_pass and self._keeper is not None:
-            self._guarded(self._keeper.write, layer, keys[:, :, -n_new:], values[:, :, -n_new:])
+            if self._keeper.layer_by_layer:
+                n_new = key_states.shape[-2]
+                layer = self._by_index[layer_idx]
+                self._guarded(self._keeper.write, layer, keys[:, :, -n_new:], values[:, :, -n_new:])
             if layer_idx == self._last_index:
                 self._guarded(self._end_pass)
         return keys, values
@@ -301,7 +303,7 @@ class KVStoreCache(DynamicCache):
         self.n_hit_tokens = 0
         super().reset()
         if self._new_keeper is not None:
-            self._keeper = self._new_keeper(None)
+            self._keeper = self._new_keeper(None, self.layers)
 
     _fresh = True
     """Nothing was computed with this cache yet."""
@@ -349,14 +351,14 @@ def _find(
     return BatchPrefix(layout, found, rows.pads, n_columns, threads), reason
 
 
-def _keeper(
+def _row_keepers(
     handle: NamespaceHandle,
     layout: BlockLayout,
     rows: Rows,
     prefix: BatchPrefix | None,
     root: Root,
     extras: Sequence[ExtraKey],
-) -> BatchKeeper:
+) -> list[RowKeeper]:
     """Writers for what follows the prefix: one for rows that are the same."""
     keepers: dict[bytes, RowKeeper] = {}
     for i, (ids, pad) in enumerate(zip(rows.ids, rows.pads, strict=True)):
@@ -367,4 +369,4 @@ def _keeper(
                 root=root, extras=extras, counters=COUNTERS,
             )  # fmt: skip
             keepers[ids.tobytes()] = RowKeeper(i, pad, writer)
-    return BatchKeeper(list(keepers.values()), COUNTERS)
+    return list(keepers.values())

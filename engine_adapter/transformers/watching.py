@@ -12,6 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+CACHE_NAMES = ("cache", "past_key_values")
+"""What a forward calls its cache: the first from transformers 5.24 on, which still takes the second."""
+
 
 @runtime_checkable
 class Watcher(Protocol):
@@ -33,9 +36,11 @@ def _tell(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if args:
         kind: Any = type(model)
         given = {**dict(zip(_parameters(kind), args, strict=False)), **kwargs}
-    watcher = given.get("past_key_values")
-    if isinstance(watcher, Watcher):
-        watcher.before_forward(given)
+    for name in CACHE_NAMES:
+        watcher = given.get(name)
+        if isinstance(watcher, Watcher):
+            watcher.before_forward(given)
+            return
 
 
 @cache

@@ -20,7 +20,13 @@ from kvstore.engine_adapter.vllm.options import Options
 from kvstore.engine_adapter.vllm.orders import Handshake, StepOrders
 from kvstore.engine_adapter.vllm.revision import model_name, revision_of
 from kvstore.engine_adapter.vllm.scheduler import SchedulerSide
-from kvstore.engine_adapter.vllm.shapes import GroupShape, group_shapes, layer_pages, namespace_of
+from kvstore.engine_adapter.vllm.shapes import (
+    GroupShape,
+    group_shapes,
+    layer_pages,
+    namespace_of,
+    stored_as,
+)
 from kvstore.engine_adapter.vllm.stats import KVStorePromMetrics, KVStoreStats, Reporter
 from kvstore.engine_adapter.vllm.worker import WorkerSide
 from kvstore.types import Namespace, Shard
@@ -99,11 +105,13 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         tp, pp = get_tp_group(), get_pp_group()
         replicas = getattr(self._kv_cache_config, "kv_tp_replicas", 1)
         shard = Shard(tp.rank_in_group // replicas, tp.world_size // replicas, pp.rank_in_group, pp.world_size)
-        layers = layer_pages(self._groups, self._kv_cache_config, kv_caches)
+        pages = layer_pages(self._groups, self._kv_cache_config, kv_caches)
+        spec, layers = stored_as(self._vllm_config.cache_config.block_size, self._groups, pages, shard)
         self._namespace = namespace_of(
             self._vllm_config,
             self._groups,
             layers,
+            spec,
             model=self._options.model or model_name(self._vllm_config),
             tenant=self._options.tenant,
             shard=shard,
@@ -251,9 +259,13 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     # Both ---------------------------------------------------------------------------------------
 
+    def counted(self) -> dict[str, float]:
+        """What this side has counted since the engine's start, by the names of ``stats.COUNTERS``."""
+        return self._counters.snapshot()
+
     def get_kv_connector_stats(self) -> KVStoreStats | None:
         with self._guard("get_kv_connector_stats"):
-            return self._reporter.since(self._counters.snapshot())
+            return self._reporter.since(self.counted())
         return None
 
     @classmethod

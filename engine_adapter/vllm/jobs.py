@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client import Lease, NamespaceHandle
+from kvstore.client import HybridHandle, HybridLease, Lease, NamespaceHandle
 from kvstore.engine_adapter.jobs import Job
 from kvstore.engine_adapter.vllm.orders import LoadOrder, SaveOrder
 from kvstore.engine_adapter.vllm.paged import PIECE_BYTES, Paged
@@ -26,6 +26,7 @@ SAVE_S_MAX = 30.0
 """A save holds the engine's blocks no longer."""
 
 Ids = NDArray[np.int64]
+Handle = NamespaceHandle | HybridHandle
 
 
 class BlocksJob(Job):
@@ -40,14 +41,32 @@ class BlocksJob(Job):
         self._layers = layers
         super().__init__(len(layers), self.deadline_s)
 
-    def _copy_layers(self, slots: Ids, ids_of: Callable[[int], Ids], copy: Callable[[int, Ids, Ids], None]) -> bool:
-        """``copy(layer, slots, ids)`` for every layer; False if the job has ended before the last."""
+    def _finish(self, reason: str) -> None:
+        # First: who sees that it is over asks how long it took.
+        self.took_s = time.monotonic() - self.begun_s
+        self.finish(reason)
+
+    @property
+    def _parts(self) -> range:
+        """Parts of the store's blocks. Their layers follow each other."""
+        return range(self._layers[-1].part + 1)
+
+    def _groups_of(self, part: int) -> set[int]:
+        """The engine's groups of layers that a part has."""
+        return {layer.group for layer in self._layers if layer.part == part}
+
+    def _copy_part(
+        self, part: int, slots: Mapping[int, Ids], ids: Mapping[int, Ids], copy: Callable[[int, Ids, Ids], None]
+    ) -> bool:
+        """``copy(layer, slots, ids)`` for every layer of a part, with what its group has; False if the job has ended
+        before the last."""
         for number, layer in enumerate(self._layers):
-            ids = ids_of(layer.group)
-            wanted = ids != 0  # behind a sliding window the engine has no block
-            if not self.step(partial(self._copy_pieces, number, slots[wanted], ids[wanted], copy)):
+            if layer.part != part:
+                continue
+            mine = ids[layer.group]
+            if not self.step(partial(self._copy_pieces, number, slots[layer.group], mine, copy)):
                 return False
-            self.n_bytes += int(wanted.sum()) * layer.page_bytes
+            self.n_bytes += len(mine) * layer.page_bytes
         return not self.ending
 
     def _copy_pieces(self, number: int, slots: Ids, ids: Ids, copy: Callable[[int, Ids, Ids], None]) -> None:
@@ -69,24 +88,29 @@ class LoadJob(BlocksJob):
         off_the_engines_cores()
         try:
             with attach(self.order.lease_id) as lease:
-                self.finish(self._load(lease, paged))
+                self._finish(self._load(lease, paged))
         except KVStoreError as error:
             # The daemon is down, or the right has ended: what a cache has to live with.
             self.cancel(str(error))
-        self.took_s = time.monotonic() - self.begun_s
 
     def _load(self, lease: Lease, paged: Paged) -> str:
         """Why it failed, if it did."""
-        start, n = self.order.first_block - lease.first_block, self.order.n_blocks
-        if start < 0 or len(lease) < start + n:
-            return f"the lease has {len(lease)} blocks from {lease.first_block} on, too few"
-        slots = lease.addresses[start : start + n].view(np.int64)
         ids = [np.array(group, np.int64) for group in self.order.block_ids]
-        if not self._copy_layers(slots, ids.__getitem__, paged.load):
-            return "it ended before the last layer"
-        # What was copied counts only if the right held, and the slots kept their contents, until now.
-        good = lease.valid and lease.slots.unchanged()
-        return "" if good else "the lease ended, or a slot changed, while it was read"
+        for part in self._parts:
+            held = lease.part(part) if isinstance(lease, HybridLease) else lease
+            addresses = held.addresses.view(np.int64)
+            slots: dict[int, Ids] = {}
+            wanted: dict[int, Ids] = {}
+            for group in self._groups_of(part):
+                # Behind a sliding window the engine has no block.
+                blocks = np.flatnonzero(ids[group])
+                at = blocks + (self.order.first_block - held.first_block)
+                if len(at) and not (at[0] >= 0 and at[-1] < len(held)):
+                    return f"the lease has {len(held)} blocks from {held.first_block} on, too few"
+                slots[group], wanted[group] = addresses[at], ids[group][blocks]
+            if not self._copy_part(part, slots, wanted, paged.load):
+                return "it ended before the last layer"
+        return "" if lease.unchanged() else "the lease ended, or a slot changed, while it was read"
 
 
 class SaveJob(BlocksJob):
@@ -99,42 +123,68 @@ class SaveJob(BlocksJob):
         self.n_present = self.n_stored = self.n_skipped = 0
         self._mark = mark
 
-    def wait_copied(self, deadline_s: float) -> bool:
-        """Block until the engine's blocks are no longer read; False if that is not so by the deadline."""
-        return self.wait_layer(self._n_layers - 1, deadline_s) or self.over
-
-    def run(self, open_namespace: Callable[[str], NamespaceHandle], paged: Paged, lease_s: float) -> None:
-        """Blocks for the copies and two round trips."""
+    def run(self, open_namespace: Callable[[str], Handle], paged: Paged, lease_s: float) -> None:
+        """Blocks for the copies and two round trips for each part."""
         off_the_engines_cores()
         try:
-            self.finish(self._save(open_namespace(self.revision), paged, lease_s))
+            self._finish(self._save(open_namespace(self.revision), paged, lease_s))
         except KVStoreError as error:
             self.cancel(str(error))
-        self.took_s = time.monotonic() - self.begun_s
 
-    def _save(self, handle: NamespaceHandle, paged: Paged, lease_s: float) -> str:
+    def _save(self, handle: Handle, paged: Paged, lease_s: float) -> str:
         """Why something was not stored, if it was not."""
-        order = self.order
+        paged.wait(self._mark)
+        n_blocks = self.order.n_blocks
+        saved = self._save_part(0, 0, handle, paged, lease_s)
+        self.n_present, self.n_stored = saved.n_present, saved.n_stored
+        self.n_skipped = n_blocks - saved.n_there
+        reason = saved.reason
+        # Windows follow: of blocks behind them the engine has nothing, and no hit needs anything.
+        for part in self._parts[1:]:
+            first = max(_first_present(self.order.block_ids[group]) for group in self._groups_of(part))
+            reason = self._save_part(part, first, handle, paged, lease_s).reason or reason
+        return reason
+
+    def _save_part(self, part: int, first: int, handle: Handle, paged: Paged, lease_s: float) -> _Saved:
+        """``first``: of the order's blocks."""
+        order, n_blocks = self.order, self.order.n_blocks - first
+        if not n_blocks:
+            return _Saved(0, 0, 0, "")
+        # Only a hybrid namespace has other parts than 0.
+        which: dict[str, Any] = {"part": part} if part else {}
         with handle.reserve(
-            order.tokens, n_blocks=order.n_blocks, first_block=order.first_block,
-            root=order.root, extras=order.extras, ttl_s=lease_s,
+            order.tokens, n_blocks=n_blocks, first_block=order.first_block + first,
+            root=order.root, extras=order.extras, ttl_s=lease_s, **which,
         ) as reservation:  # fmt: skip
-            self.n_present, n_slots = reservation.n_present, len(reservation)
-            self.n_skipped = order.n_blocks - self.n_present
+            n_present, n_slots, n_stored, n_duplicate = reservation.n_present, len(reservation), 0, 0
             if n_slots:
                 # Arrays over the slots keep them mapped, whatever becomes of the client meanwhile.
                 kept = [reservation[i] for i in range(n_slots)]
                 slots = reservation.addresses.view(np.int64)
-                part = slice(self.n_present, self.n_present + n_slots)
-                ids = [np.array(group[part], np.int64) for group in order.block_ids]
-                paged.wait(self._mark)
-                if not self._copy_layers(slots, ids.__getitem__, paged.save):
+                chosen = slice(first + n_present, first + n_present + n_slots)
+                groups = self._groups_of(part)
+                ids = {group: np.array(order.block_ids[group][chosen], np.int64) for group in groups}
+                if not self._copy_part(part, dict.fromkeys(groups, slots), ids, paged.save):
                     raise EndedError("it ended before the last layer")
                 del kept
                 n_stored, n_duplicate = reservation.commit()
-                self.n_stored = n_stored
-                self.n_skipped -= n_stored + n_duplicate
-            return reservation.reason if self.n_skipped else ""
+            n_there = n_present + n_stored + n_duplicate
+            return _Saved(n_present, n_stored, n_there, reservation.reason if n_there < n_blocks else "")
+
+
+class _Saved(NamedTuple):
+    """What became of one part of the blocks: there before, stored by us, there now; and why not all are."""
+
+    n_present: int
+    n_stored: int
+    n_there: int
+    reason: str
+
+
+def _first_present(ids: Sequence[int]) -> int:
+    """Where the blocks begin that the engine has without a gap up to the last."""
+    gaps = np.flatnonzero(np.asarray(ids) == 0)
+    return int(gaps[-1]) + 1 if len(gaps) else 0
 
 
 def _pieces(n_blocks: int, page_bytes: int) -> Iterator[slice]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from kvstore.client import HybridHandle, HybridLease
 from kvstore.client.family import FamilyHandle, FamilyLease
 from kvstore.clock import Clock
 from kvstore.engine_adapter.counters import SharedCounters
@@ -19,6 +20,9 @@ from kvstore.engine_adapter.vllm.prompts import RequestPrompt
 ASK_AGAIN_S_MIN, ASK_AGAIN_S_MAX = 0.002, 0.05
 MISS_S = 0.02
 """A request that the engine has no room for is asked about in every step; a miss counts so long."""
+
+
+PromptLease = FamilyLease | HybridLease
 
 
 class Pending:
@@ -32,7 +36,7 @@ PENDING: Final = Pending()
 class Offer:
     """Blocks ``first_block .. first_block + n_blocks - 1`` of a prompt, held until the lease is released or ends."""
 
-    lease: FamilyLease
+    lease: PromptLease
     first_block: int
     n_blocks: int
     n_disk: int
@@ -46,7 +50,7 @@ class Asked:
     """Where the questions of one request stand."""
 
     offer: Offer | None = None
-    waiting: FamilyLease | None = None
+    waiting: PromptLease | None = None
     """Holds what is there already while the rest loads."""
     pending_since_s: float | None = None
     n_pending_most: int = 0
@@ -63,7 +67,10 @@ class Asked:
 class Lookups:
     """See the module. For one thread."""
 
-    def __init__(self, family: FamilyHandle, options: Options, clock: Clock, counters: SharedCounters) -> None:
+    def __init__(
+        self, family: FamilyHandle | HybridHandle, options: Options, clock: Clock, counters: SharedCounters
+    ) -> None:
+        """``family``: the shards of all ranks, or of one rank a hybrid namespace."""
         self._family, self._options, self._clock, self._counters = family, options, clock, counters
         self._breaker = Breaker(clock, options.lookup_timeout_s / 2)
         self._block_tokens = family.block_tokens
@@ -84,7 +91,7 @@ class Lookups:
             return None
         return self._judge(asked, self._lease(asked, prompt, first_block, end_block), first_block, now_s)
 
-    def _lease(self, asked: Asked, prompt: RequestPrompt, first_block: int, end_block: int) -> FamilyLease:
+    def _lease(self, asked: Asked, prompt: RequestPrompt, first_block: int, end_block: int) -> PromptLease:
         begin_s = self._clock.now_s()
         lease = self._family.lease(
             prompt.tokens(end_block * self._block_tokens),
@@ -104,7 +111,7 @@ class Lookups:
         asked.drop()
         return lease
 
-    def _judge(self, asked: Asked, lease: FamilyLease, first_block: int, now_s: float) -> Offer | Pending | None:
+    def _judge(self, asked: Asked, lease: PromptLease, first_block: int, now_s: float) -> Offer | Pending | None:
         if lease.n_pending:
             if asked.pending_since_s is None:
                 asked.pending_since_s = now_s

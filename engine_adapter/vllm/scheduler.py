@@ -7,16 +7,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvstore.client import Client
-from kvstore.client.family import FamilyLease
 from kvstore.clock import Clock
 from kvstore.engine_adapter.counters import SharedCounters
+from kvstore.engine_adapter.near_misses import near_misses
 from kvstore.engine_adapter.vllm.events import Events
-from kvstore.engine_adapter.vllm.guard import Guard
-from kvstore.engine_adapter.vllm.lookups import Asked, Lookups, Pending
+from kvstore.engine_adapter.vllm.guard import Guard, logger
+from kvstore.engine_adapter.vllm.lookups import Asked, Lookups, Pending, PromptLease
 from kvstore.engine_adapter.vllm.loras import LoraIdentities
 from kvstore.engine_adapter.vllm.options import Options
 from kvstore.engine_adapter.vllm.orders import BlockIds, LoadOrder, SaveOrder, StepOrders, WorkerReport
 from kvstore.engine_adapter.vllm.prompts import RequestPrompt
+from kvstore.hybrid import parts_of
 from kvstore.types import Namespace
 
 
@@ -29,7 +30,7 @@ class _Tracked:
     asked: Asked = field(default_factory=Asked)
     served_at: int = -1
     """How often it had been preempted when it got its offer: there is one offer for each time it is admitted."""
-    loading: FamilyLease | None = None
+    loading: PromptLease | None = None
     loading_step: int = 0
     n_disk_tokens: int = 0
     saved_blocks: int = 0
@@ -68,8 +69,10 @@ class SchedulerSide:
         )
         self._lookups: Lookups | None = None
         self._shards: list[Namespace] = []
+        self._whole_blocks = True
+        """Whether blocks are stored with all groups of layers in one piece."""
         self._tracked: dict[str, _Tracked] = {}
-        self._orphans: dict[str, FamilyLease] = {}
+        self._orphans: dict[str, PromptLease] = {}
         """Leases of loads whose requests ended meanwhile."""
         self._step = 0
         self._processed_step = 0
@@ -80,11 +83,21 @@ class SchedulerSide:
         """The workers have said what they read and write; nothing is found or stored before."""
         self._shards = list({shard.shard: shard for shard in shards}.values())
         self._reopen()
+        for line in near_misses(self._client, self._namespaces()[0]) if self._shards else ():
+            logger.info(
+                "kvstore: nothing is stored for this engine yet. Of the same model, but not the same, are %s", line
+            )
+
+    def _namespaces(self) -> list[Namespace]:
+        return [replace(shard, revision=self._revision) for shard in self._shards]
 
     def _reopen(self) -> None:
         if self._shards:
-            shards = [replace(shard, revision=self._revision) for shard in self._shards]
-            self._lookups = Lookups(self._client.open_family(shards), self._options, self._clock, self._counters)
+            shards = self._namespaces()
+            hybrid = bool(parts_of(shards[0].spec))
+            family = self._client.open_hybrid(shards[0]) if hybrid else self._client.open_family(shards)
+            self._whole_blocks = not hybrid
+            self._lookups = Lookups(family, self._options, self._clock, self._counters)
 
     def reset(self, revision: str) -> None:
         """From here on nothing is found that was stored before: the weights may be others now."""
@@ -177,7 +190,7 @@ class SchedulerSide:
             return
         # The first order has all blocks from the begin on: what the engine has in its own cache may not be stored.
         first = tracked.saved_blocks
-        if self._recycles and first == 0:
+        if self._recycles and self._whole_blocks and first == 0:
             first = _first_whole(table, end)
         tracked.saved_blocks = end
         if end <= first:

@@ -1,7 +1,9 @@
 """What a worker's KV looks like, as a namespace: layers and bytes of its pages, and what computes them.
 
-Inside of a page only vLLM knows its way (on the CPU it depends on the instruction set), so pages are opaque. Version,
-attention backend, instruction set and layout stand in the namespace: what one wrote the other never reads.
+Layers with a sliding window are stored by themselves where a model has full attention as well, so that a hit needs
+their last blocks only. Inside of a page only vLLM knows its way (on the CPU it depends on the instruction set), so
+pages are opaque. Version, attention backend, instruction set and layout stand in the namespace: what one wrote the
+other never reads.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import vllm
 from vllm.v1 import kv_cache_interface as kvi
 
 from kvstore.errors import BadInputError
-from kvstore.types import DTYPE_BYTES, KVGroup, KVSpec, Namespace, Shard
+from kvstore.hybrid import PARTS_MAX
+from kvstore.types import DTYPE_BYTES, GroupKind, KVGroup, KVSpec, Namespace, Shard
 
 LAYOUT_VERSION = 1
 """Raised when this adapter puts pages into blocks in another way."""
@@ -22,7 +25,10 @@ LAYOUT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """One layer's memory: the page of block i begins ``i * stride_bytes`` after ``address``, which is 0 on a device."""
+    """One layer's memory: the page of block i begins ``i * stride_bytes`` after ``address``, which is 0 on a device.
+
+    ``group`` is the engine's, ``part`` is that of the store's blocks which has the layer (see ``kvstore.hybrid``).
+    """
 
     group: int
     names: tuple[str, ...]
@@ -30,6 +36,7 @@ class LayerPages:
     address: int
     stride_bytes: int
     page_bytes: int
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +44,14 @@ class GroupShape:
     """Layers that share a block table."""
 
     layers: tuple[str, ...]
-    recycles: bool
-    """Whether the engine takes blocks from a request that it still computes (sliding windows)."""
+    window_tokens: int
+    """How many tokens before the next one these layers look at; 0 for all."""
     says: str
+
+    @property
+    def recycles(self) -> bool:
+        """Whether the engine takes blocks from a request that it still computes."""
+        return self.window_tokens > 0
 
 
 def group_shapes(kv_cache_config: Any, parallel_config: Any) -> tuple[GroupShape, ...]:
@@ -69,9 +81,14 @@ def _group_shape(number: int, group: Any) -> GroupShape:
                 f"layers {group.layer_names[0]}, ... keep a {type(spec).__name__}; kvstore stores full attention, "
                 "MLA and sliding windows of vLLM, no states and no other kinds: run this model without it"
             )
-    windows = {spec.sliding_window for spec in specs if isinstance(spec, kvi.SlidingWindowSpec)}
+    # The next token is in its own window. Some speculative decoding reads a few tokens before it again.
+    windows = [
+        max(spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0), 1)
+        for spec in specs
+        if isinstance(spec, kvi.SlidingWindowSpec)
+    ]
     kinds = sorted({f"{type(spec).__name__}:{getattr(spec, 'sliding_window', None) or ''}" for spec in specs})
-    return GroupShape(tuple(group.layer_names), bool(windows), f"{number}:{'+'.join(kinds)}")
+    return GroupShape(tuple(group.layer_names), max(windows, default=0), f"{number}:{'+'.join(kinds)}")
 
 
 def layer_pages(
@@ -118,13 +135,36 @@ def _pages(group: int, name: str, tensor: torch.Tensor, n_blocks: int) -> LayerP
     return LayerPages(group, (name,), tensor, address, stride_bytes, page_bytes)
 
 
+def stored_as(
+    block_tokens: int, groups: tuple[GroupShape, ...], layers: list[LayerPages], shard: Shard
+) -> tuple[KVSpec, list[LayerPages]]:
+    """What a block of the store has of these layers, and the layers in that order, each with its part.
+
+    Windows are groups of their own if there are other layers, too, and one worker computes all: ranks are asked
+    together for what all of them have, which hybrid namespaces can't be.
+    """
+    alone = shard.tp_size == shard.pp_size == 1
+    windows = {layer.group: groups[layer.group].window_tokens for layer in layers}
+    if not alone or all(windows.values()) or not any(windows.values()):
+        return KVSpec(block_tokens, tuple(_kv_group(layer) for layer in layers)), layers
+    alike: dict[KVGroup, list[LayerPages]] = {}
+    for layer in layers:
+        if windows[layer.group]:
+            alike.setdefault(_kv_group(layer, windows[layer.group]), []).append(layer)
+    if len(alike) > PARTS_MAX:
+        return KVSpec(block_tokens, tuple(_kv_group(layer) for layer in layers)), layers
+    full = [layer for layer in layers if not windows[layer.group]]
+    kv_groups = [*map(_kv_group, full), *(replace(kind, layers=len(mine)) for kind, mine in alike.items())]
+    ordered = full + [replace(layer, part=part) for part, mine in enumerate(alike.values(), 1) for layer in mine]
+    return KVSpec(block_tokens, tuple(kv_groups)), ordered
+
+
 def namespace_of(
-    vllm_config: Any, groups: tuple[GroupShape, ...], layers: list[LayerPages], *, model: str, tenant: str, shard: Shard
-) -> Namespace:
+    vllm_config: Any, groups: tuple[GroupShape, ...], layers: list[LayerPages], spec: KVSpec,
+    *, model: str, tenant: str, shard: Shard,
+) -> Namespace:  # fmt: skip
     """The namespace of one worker, but for ``revision``."""
     cache = vllm_config.cache_config
-    block_tokens: int = cache.block_size
-    spec = KVSpec(block_tokens, tuple(_kv_group(layer) for layer in layers))
     facts = [
         f"vllm {vllm.__version__} kv {LAYOUT_VERSION}",
         f"{layers[0].tensor.device.type} {_backends(vllm_config, groups)}",
@@ -135,11 +175,16 @@ def namespace_of(
     return Namespace(model=model, spec=spec, engine="; ".join(facts)[:1024], shard=shard, tenant=tenant)
 
 
-def _kv_group(layer: LayerPages) -> KVGroup:
+def _kv_group(layer: LayerPages, window_tokens: int = 0) -> KVGroup:
     dtype = str(layer.tensor.dtype).removeprefix("torch.")
     dtype = {"float8_e4m3fn": "float8_e4m3"}.get(dtype, dtype)
     return KVGroup(
-        layers=1, dtype=dtype if dtype in DTYPE_BYTES else "uint8", layout="opaque", page_bytes=layer.page_bytes
+        layers=1,
+        dtype=dtype if dtype in DTYPE_BYTES else "uint8",
+        kind=GroupKind.SLIDING if window_tokens else GroupKind.FULL,
+        layout="opaque",
+        window_tokens=window_tokens or None,
+        page_bytes=layer.page_bytes,
     )
 
 

@@ -7,16 +7,17 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
-from kvstore.client import Client, Lease, NamespaceHandle
+from kvstore.client import Client, HybridHandle, Lease
 from kvstore.engine_adapter.block_layout import BlockLayout
 from kvstore.engine_adapter.counters import SharedCounters
 from kvstore.engine_adapter.jobs import Workers
-from kvstore.engine_adapter.vllm.jobs import BlocksJob, LoadJob, SaveJob
+from kvstore.engine_adapter.vllm.jobs import BlocksJob, Handle, LoadJob, SaveJob
 from kvstore.engine_adapter.vllm.options import Options
 from kvstore.engine_adapter.vllm.orders import StepOrders, WorkerReport
 from kvstore.engine_adapter.vllm.paged import paged
 from kvstore.engine_adapter.vllm.shapes import LayerPages
 from kvstore.errors import EndedError
+from kvstore.hybrid import parts_of
 from kvstore.types import Namespace
 
 PREEMPTED_WAIT_S = 0.05
@@ -46,11 +47,11 @@ class WorkerSide:
         self._may_save, self._waits_for_saves = saves, waits_for_saves
         self._block_level_failures = block_level_failures
         self._counters = counters
-        self._paged = paged(layers, BlockLayout.of(namespace.spec), options.copy_threads)
+        self._paged = paged(layers, BlockLayout.by_part(namespace.spec), options.copy_threads)
         # Two clients, as one call at a time is under way in each: loads don't stand behind saves.
         self._loader = self._connect("vllm loads")
         self._saver = self._connect("vllm saves")
-        self._handles: dict[str, NamespaceHandle] = {}
+        self._load_from, self._save_to = _Opened(self._loader, namespace), _Opened(self._saver, namespace)
         # One thread each: a prompt's blocks are stored in their order.
         self._load_thread = Workers(1, LOADS_MAX, counters)
         self._save_thread = Workers(1, options.save_queue_max, counters)
@@ -250,19 +251,31 @@ class WorkerSide:
     # On the threads ----------------------------------------------------------------------
 
     def _load(self, job: LoadJob) -> None:
-        namespace = replace(self._namespace, revision=job.revision)
-
         def attach(lease_id: int) -> Lease:
             if not lease_id:
                 raise EndedError("it was promised, and is not there")
-            return self._loader.attach(lease_id, shard=namespace)
+            handle = self._load_from.at(job.revision)
+            if isinstance(handle, HybridHandle):
+                return handle.attach(lease_id)
+            return self._loader.attach(lease_id, shard=handle.namespace)
 
         job.run(attach, self._paged)
 
     def _save(self, job: SaveJob) -> None:
-        job.run(self._open, self._paged, self._options.lease_s)
+        job.run(self._save_to.at, self._paged, self._options.lease_s)
 
-    def _open(self, revision: str) -> NamespaceHandle:
-        if revision not in self._handles:
-            self._handles = {revision: self._saver.open(replace(self._namespace, revision=revision))}
-        return self._handles[revision]
+
+class _Opened:
+    """A worker's namespace as one client sees it, with the revision that is in use. For one thread."""
+
+    def __init__(self, client: Client, namespace: Namespace) -> None:
+        self._client, self._namespace = client, namespace
+        self._handle: Handle | None = None
+
+    def at(self, revision: str) -> Handle:
+        """The handle; asks the daemon nothing."""
+        if self._handle is None or self._handle.namespace.revision != revision:
+            namespace = replace(self._namespace, revision=revision)
+            hybrid = bool(parts_of(namespace.spec))
+            self._handle = (self._client.open_hybrid if hybrid else self._client.open)(namespace)
+        return self._handle

@@ -10,14 +10,20 @@ from pathlib import Path
 
 import click
 
-from kvstore.bench import grpc_stream, index_speed, metrics_cost
+from kvstore.bench import embedded_latency, grpc_stream, index_speed, metrics_cost
 from kvstore.bench.bandwidth import BandwidthOptions, BandwidthReport, report_dict, run_bandwidth
 from kvstore.bench.bandwidth_nvme import NvmeOptions, NvmeReport, run_nvme
 from kvstore.bench.generate import ConversationOptions
 from kvstore.bench.hybrid import MODELS, HybridOptions, run_hybrid
+from kvstore.bench.peers.catalog import KEPT, Tier, chosen
+from kvstore.bench.peers.environments import default_folder, ready
+from kvstore.bench.peers.picture import draw_peers
+from kvstore.bench.peers.run import PeersOptions, Tools, run_peers
+from kvstore.bench.peers.tables import peers_tables
 from kvstore.bench.pictures import draw_bandwidth, draw_grpc, draw_index, draw_metrics
 from kvstore.bench.report import (
     bandwidth_tables,
+    embedded_table,
     grpc_tables,
     hybrid_table,
     index_table,
@@ -27,7 +33,7 @@ from kvstore.bench.report import (
     progress_bar,
     save,
 )
-from kvstore.cli.daemon_process import free_port, own_daemon
+from kvstore.cli.daemon_process import free_port, own_daemon, own_process
 from kvstore.cli.nvme_place import nvme_directory, room_for
 from kvstore.cli.params import SIZE, json_option, output_option
 from kvstore.errors import IntegrityError
@@ -177,7 +183,7 @@ def index(pairs: int, blocks: int, output: Path | None, as_json: bool) -> None:
 
 @bench.command()
 @click.option(
-    "--pairs", type=click.IntRange(20), default=41, show_default=True, help="Pairs of measurements per ratio."
+    "--pairs", type=click.IntRange(20), default=21, show_default=True, help="Pairs of measurements per ratio."
 )
 @output_option
 @json_option
@@ -197,6 +203,20 @@ def metrics(pairs: int, output: Path | None, as_json: bool) -> None:
     if output is not None:
         for line in save(output, {"mode": "metrics", **figures}, lambda path: draw_metrics(path, figures)):
             click.echo(line, err=True)
+
+
+@bench.command()
+@click.option("--pairs", type=click.IntRange(20), default=40, show_default=True, help="Pairs of bursts per ratio.")
+@json_option
+def embedded(pairs: int, as_json: bool) -> None:
+    """Calls of a store inside the program, paired with those of a daemon behind its Unix socket."""
+    options = embedded_latency.EmbeddedBenchOptions(pairs=pairs)
+    with own_daemon(["--dram", str(embedded_latency.DRAM_BYTES)]) as socket_path:
+        figures = embedded_latency.run(options, socket_path)
+    if as_json:
+        click.echo(json.dumps(figures, indent=2))
+    else:
+        print_tables([embedded_table(figures)])
 
 
 @bench.command("grpc")
@@ -295,6 +315,74 @@ def hybrid(
             click.echo(line, err=True)
     if report.mismatches:
         raise IntegrityError(f"{report.mismatches} blocks came back with other bytes than were stored")
+
+
+@bench.command()
+@click.option("--peers", help="Which, separated by commas, such as lmcache,redis.  [default: all]")
+@click.option(
+    "--block-sizes",
+    default="64KiB,256KiB,1MiB,4MiB,16MiB",
+    show_default=True,
+    help="Sizes of blocks, separated by commas.",
+)
+@click.option(
+    "--tier", type=click.Choice(["all", *KEPT]), default="all", show_default=True, help="Stores in memory, on disk."
+)
+@click.option(
+    "--rounds", type=click.IntRange(3), default=PeersOptions().rounds, show_default=True, help="Turns of each system."
+)
+@click.option(
+    "--batch", "batch_bytes", type=SIZE, default="32MiB", show_default=True, help="Bytes that one operation moves."
+)
+@click.option(
+    "--environments",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where the peers' environments are made, once.  [default: kvstore/peers in the user's cache]",
+)
+@click.option(
+    "--disk-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where to measure the disk, in a new directory that is removed.  [default: in --output or here]",
+)
+@output_option
+@json_option
+def peers(
+    peers: str | None,
+    block_sizes: str,
+    tier: str,
+    rounds: int,
+    batch_bytes: int,
+    environments: Path | None,
+    disk_dir: Path | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """This store beside LMCache, Mooncake, Redis and plain files: the same blocks, in turn, in one run.
+
+    Each peer is installed into an environment of its own when it is first needed, from PyPI and Debian's archive. One
+    that can't be had is left out, with the reason. Exit code 3 if this store brings wrong bytes; where a peer does, it
+    is shown.
+    """
+    tiers: tuple[Tier, ...] = tuple(each for each in KEPT if tier in ("all", each))
+    sizes = tuple(SIZE.convert(size, None, None) for size in block_sizes.split(","))
+    options = PeersOptions(sizes, rounds, batch_bytes)
+    entries = chosen(peers, tiers)
+    if output is not None:
+        prepare(output)
+    with nvme_directory(None, disk_dir or output, 0) as place:
+        folder = environments or default_folder()
+        tools = Tools(own_process, room_for, lambda environment: ready(environment, folder), place, _tell)
+        report = run_peers(options, entries, tools)
+    plain = report.to_dict()
+    if as_json:
+        click.echo(json.dumps(plain, indent=2))
+    else:
+        print_tables(peers_tables(report))
+    if output is not None:
+        for line in save(output, plain, lambda path: draw_peers(path, report)):
+            click.echo(line, err=True)
+    if any(entry.role == "own" and report.wrong_blocks.get(entry.name) for entry in entries):
+        raise IntegrityError(f"blocks came back with other bytes than were stored: {report.wrong_blocks}")
 
 
 def _tell(what: str) -> None:

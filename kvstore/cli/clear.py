@@ -64,7 +64,7 @@ def clear(
     """
     selection = Selection(**selected)
     if selection.is_empty != everything:
-        raise BadInputError("say what is to go: --name, --digest or --model, or --everything, and not both")
+        raise BadInputError("say what is to go: --name, --digest, --model or --shard, or --everything, and not both")
     arguments = {**selection.as_dict(), "everything": everything, "all_tenants": all_tenants}
     with place.client(tenant, timeout_s) as client:
         known = client.namespaces(**selection.as_dict(), all_tenants=all_tenants)

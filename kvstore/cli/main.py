@@ -25,6 +25,7 @@ _COMMANDS = {
     "config": ("kvstore.cli.config", "config_command"),
     "status": ("kvstore.cli.status", "status"),
     "replay": ("kvstore.cli.replay", "replay_command"),
+    "plan": ("kvstore.cli.plan", "plan_command"),
     "bench": ("kvstore.cli.bench", "bench"),
     "demo": ("kvstore.cli.demo", "demo"),
     "inspect": ("kvstore.cli.inspect", "inspect_command"),

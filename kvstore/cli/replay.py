@@ -25,7 +25,7 @@ from kvstore.cli.params import SIZE, json_option, output_option
 from kvstore.client import Client
 from kvstore.config import WRITE_POLICIES
 from kvstore.errors import BadInputError, IntegrityError
-from kvstore.prefix_index.policy import POLICIES
+from kvstore.prefix_index.policies import POLICIES
 
 
 @click.command("replay", short_help="Replay a trace, or generated conversations; compare every byte.")
@@ -96,7 +96,8 @@ def replay_command(
     """Replay TRACE (Mooncake or Alibaba JSON lines), or generated conversations if none is named.
 
     Without --simulate a daemon and clients really store and read every block, and each byte read is compared
-    with what it must be. Exit code 3 if any differs, or if a block is lost that was durable.
+    with what it must be. Exit code 3 if any differs, or if a block is lost that was durable. For models with
+    sliding-window or state layers see `kvstore bench hybrid`.
     """
     conversations = ConversationOptions(seed=seed, **({"block_tokens": block_tokens} if block_tokens else {}))
     own = ("capacity_percent", "capacity_blocks", "nvme_percent", "nvme_blocks", "kill_at")

@@ -23,11 +23,31 @@ LISTED_MAX = 8
 tenant_option = click.option("--tenant", default="default", show_default=True, help="Whose blocks it is about.")
 all_tenants_option = click.option("--all-tenants", is_flag=True, help="All tenants'; on the daemon's host only.")
 
+_AXES = ("tp", "pp")
+
+
+class ShardType(click.ParamType[dict[str, int]]):
+    """A shard such as tp=1,pp=0; gives the ranks by axis."""
+
+    name = "shard"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
+        ranks: dict[str, int] = {}
+        for part in str(value).split(","):
+            axis, _, rank = (word.strip() for word in part.partition("="))
+            if axis not in _AXES or axis in ranks or not (rank.isascii() and rank.isdigit() and int(rank) < 1 << 16):
+                self.fail(f"{part.strip()!r} in {value!r} is no rank of a shard: give tp=RANK, pp=RANK or both, as in "
+                          "tp=1,pp=0", param, ctx)  # fmt: skip
+            ranks[axis] = int(rank)
+        return ranks
+
+
 _OPTIONS = (
     click.option("--name", default="", help="The namespace with this name."),
     click.option("--digest", "digest_prefix", default="", help="Those whose digest begins with these hex digits."),
     click.option("--model", default="", help="Those of this model."),
     click.option("--revision", help="Of the model: those of this revision only ('' for none)."),
+    click.option("--shard", type=ShardType(), help="Those of this shard: tp=RANK, pp=RANK or both with a comma."),
 )
 
 
@@ -46,6 +66,8 @@ class Selection:
     digest_prefix: str = ""
     model: str = ""
     revision: str | None = None
+    shard: dict[str, int] | None = None
+    """Ranks by axis."""
 
     @property
     def is_empty(self) -> bool:
@@ -53,12 +75,13 @@ class Selection:
         return self == Selection()
 
     def as_dict(self) -> dict[str, Any]:
-        """As arguments of ``Client.namespaces`` and ``Client.clear``."""
+        """As arguments of ``Client.namespaces``, ``clear`` and ``watch``."""
         return {
             "name": self.name,
             "digest_prefix": self.digest_prefix,
             "model": self.model,
             "revision": self.revision,
+            **{f"{axis}_rank": rank for axis, rank in (self.shard or {}).items()},
         }
 
 
@@ -69,7 +92,7 @@ def the_namespace(client: Client, selection: Selection) -> NamespaceInfo:
         return found[0]
     if not found:
         raise nothing_fits(client)
-    raise BadInputError(f"{len(found)} namespaces fit, say which (--digest, --name, --model): {listed(found)}")
+    raise BadInputError(f"{len(found)} namespaces fit, say which (--digest, --name, --model, --shard): {listed(found)}")
 
 
 def nothing_fits(client: Client, *, all_tenants: bool = False) -> BadInputError:

@@ -15,7 +15,7 @@ from kvstore.config.file import default_places, file_in_force
 from kvstore.config.layers import Layered, layered
 from kvstore.config.settings import SETTINGS, Setting
 from kvstore.errors import ConfigError
-from kvstore.prefix_index.policy import POLICIES, make_policy
+from kvstore.prefix_index.policies import POLICIES, make_tier_policies
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -25,7 +25,7 @@ class SettingType(click.ParamType[Any]):
 
     def __init__(self, setting: Setting) -> None:
         self.name = setting.kind.metavar
-        self._choices = sorted(POLICIES) if setting.field == "policy" else setting.kind.choices
+        self._choices = sorted(POLICIES) if setting.field in ("policy", "nvme_policy") else setting.kind.choices
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:  # noqa: ARG002 - click's interface
         return f"[{'|'.join(self._choices)}]" if self._choices else self.name
@@ -64,7 +64,7 @@ def load_settings(file: Path | None, options: dict[str, Any]) -> Layered:
 
 def check_for_serving(config: DaemonConfig) -> None:
     """Raises ConfigError for an eviction policy that there is not, and for a daemon that nobody could find."""
-    make_policy(config.policy)
+    make_tier_policies(config.policy, config.nvme_policy)
     if config.socket_path is None:
         raise ConfigError("without a socket nobody here finds the daemon: give --socket a path", ("socket_path",))
 

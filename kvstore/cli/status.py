@@ -22,6 +22,9 @@ GROUPS = (
 )
 """Which numbers stand together, by how their names begin; all others come first."""
 
+FRACTIONS = ("_s", "_s_max", "_ratio", "_seconds")
+"""How the names of numbers end that are no counts."""
+
 Value = float | str
 Group = tuple[str, list[tuple[str, str]]]
 """A title, and lines of what and how much."""
@@ -38,7 +41,7 @@ def status(place: DaemonPlace, show_all: bool, as_json: bool, timeout_s: float) 
         stats = client.stats()
     stats |= hit_ratios(stats)
     if as_json:
-        click.echo(json.dumps(dict(sorted(stats.items())), indent=2))
+        click.echo(json.dumps(whole(dict(sorted(stats.items()))), indent=2))
         return
     table = Table("what", "value", title=f"kvstored at {place}")
     for column, justify in zip(table.columns, ("left", "right"), strict=True):
@@ -50,6 +53,14 @@ def status(place: DaemonPlace, show_all: bool, as_json: bool, timeout_s: float) 
         for name, value in lines:
             table.add_row(name, escape(value))
     Console().print(table)
+
+
+def whole(stats: Mapping[str, Value]) -> dict[str, int | Value]:
+    """The same for JSON: counts and bytes as integers, which the wire has as floating point; times and ratios stay."""
+    return {
+        name: int(value) if isinstance(value, float) and value.is_integer() and not name.endswith(FRACTIONS) else value
+        for name, value in stats.items()
+    }
 
 
 def hit_ratios(stats: Mapping[str, Value]) -> dict[str, Value]:

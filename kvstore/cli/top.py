@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
@@ -18,8 +18,9 @@ from rich.table import Table
 from kvstore.cli.inspect import namespace_dict
 from kvstore.cli.params import DaemonPlace, place_options, timeout_option
 from kvstore.cli.selecting import all_tenants_option, tenant_option, title
+from kvstore.cli.status import whole
 from kvstore.client import Client
-from kvstore.client.admin import NamespaceInfo
+from kvstore.client.admin import Latency, NamespaceInfo
 from kvstore.config import format_size
 from kvstore.errors import UnavailableError
 
@@ -44,6 +45,7 @@ RATES = {
 TIERS = (("dram", "dram_used_bytes", "dram_capacity_bytes"), ("nvme", "nvme_used_bytes", "nvme_live_capacity_bytes"))
 QUEUES = ("offload_pending_bytes", "offload_pending_blocks", "onboard_waiting_blocks", "onboard_queued_bytes")
 NAMESPACES_SHOWN_MAX = 12
+METHODS_SHOWN_MAX = 8
 BAR_CHARS = 40
 
 
@@ -54,12 +56,13 @@ class Look:
     at_s: float
     stats: Stats
     namespaces: list[NamespaceInfo]
+    latencies: Sequence[Latency] = field(default_factory=list)
 
     @classmethod
     def at(cls, client: Client, *, all_tenants: bool) -> Look:
         """Ask the daemon. Raises UnavailableError."""
         stats = client.stats()
-        return cls(time.monotonic(), stats, client.namespaces(all_tenants=all_tenants))
+        return cls(time.monotonic(), stats, client.namespaces(all_tenants=all_tenants), client.latencies())
 
 
 @click.command(short_help="Watch rates, tiers, queues and namespaces.")
@@ -131,31 +134,59 @@ def hit_ratio(before: Look, now: Look) -> float | None:
     return per_s["hit_blocks_per_s"] / asked if asked else None
 
 
+def latencies(before: Look, now: Look) -> list[Latency]:
+    """How long the requests between two looks took; the most frequent first, and none of which there was none."""
+    restarted = before.stats.get("epoch") != now.stats.get("epoch")
+    was = {} if restarted else {(each.method, each.waited): each.distribution for each in before.latencies}
+    grown = [
+        Latency(each.method, each.waited, each.distribution.since(was.get((each.method, each.waited))))
+        for each in now.latencies
+    ]
+    return sorted((each for each in grown if each.distribution.n), key=lambda each: -each.distribution.n)
+
+
 def view_dict(before: Look, now: Look) -> dict[str, Any]:
     """One line of JSON."""
+    stats = whole(now.stats)
     return {
         "time_s": time.time(),
         "interval_s": now.at_s - before.at_s,
         "hit_ratio": hit_ratio(before, now),
         "rates": rates(before, now),
         "tiers": {
-            tier: {"used_bytes": now.stats[used], "capacity_bytes": now.stats[capacity]}
+            tier: {"used_bytes": stats[used], "capacity_bytes": stats[capacity]}
             for tier, used, capacity in TIERS
-            if capacity in now.stats
+            if capacity in stats
         },
-        "queues": {name: now.stats[name] for name in QUEUES if name in now.stats},
-        "sessions": now.stats["sessions"],
-        "leases": now.stats["leases"],
-        "blocks": now.stats["blocks"],
-        "nvme_health": now.stats.get("nvme_health"),
-        "loop_lag_s_max": now.stats["loop_lag_s_max"],
+        "queues": {name: stats[name] for name in QUEUES if name in stats},
+        "sessions": stats["sessions"],
+        "leases": stats["leases"],
+        "blocks": stats["blocks"],
+        "nvme_health": stats.get("nvme_health"),
+        "loop_lag_s_max": stats["loop_lag_s_max"],
+        "latencies": [latency_dict(each) for each in latencies(before, now)],
         "namespaces": [namespace_dict(each) for each in now.namespaces],
+    }
+
+
+def latency_dict(latency: Latency) -> dict[str, Any]:
+    """A latency as JSON has it; null stands for longer than the last bound."""
+    distribution = latency.distribution
+    quantiles = {f"p{share:.0f}_s": distribution.quantile(share / 100) for share in (50.0, 99.0)}
+    return {
+        "method": latency.method,
+        "waited": latency.waited,
+        "n": distribution.n,
+        "mean_s": distribution.total / max(distribution.n, 1),
+        **{name: value if math.isfinite(value) else None for name, value in quantiles.items()},
     }
 
 
 def view(before: Look, now: Look) -> RenderableType:
     """The screen."""
-    return Group(_head(before, now), _tiers(now), _flows(before, now), _namespaces(before, now))
+    return Group(
+        _head(before, now), _tiers(now), _flows(before, now), _latencies(before, now), _namespaces(before, now)
+    )
 
 
 def _head(before: Look, now: Look) -> RenderableType:
@@ -217,6 +248,33 @@ def _queue(stats: Stats, n_bytes: str, n_blocks: str) -> str:
     if n_blocks not in stats:
         return "-"
     return f"{float(stats[n_blocks]):,.0f} blocks ({format_size(float(stats[n_bytes]))})"
+
+
+def _latencies(before: Look, now: Look) -> Table:
+    """The most frequent requests."""
+    table = Table("requests", "per second", "p50", "p99", box=None, padding=(0, 2, 0, 0))
+    elapsed_s, found = max(now.at_s - before.at_s, 1e-9), latencies(before, now)
+    for each in found[:METHODS_SHOWN_MAX]:
+        name = f"{each.method}, having waited" if each.waited else each.method
+        n, p50_s, p99_s = each.distribution.n, each.distribution.quantile(0.5), each.distribution.quantile(0.99)
+        most_s = each.distribution.bounds[-1]
+        table.add_row(name, f"{n / elapsed_s:,.0f}", *(_time(value, most_s) for value in (p50_s, p99_s)))
+    if len(found) > METHODS_SHOWN_MAX:
+        table.add_row(f"and {len(found) - METHODS_SHOWN_MAX} other methods", *[""] * 3)
+    return table
+
+
+def _time(value_s: float, most_s: float) -> str:
+    """For people; within the width of a bucket."""
+    if math.isinf(value_s):
+        return f"> {most_s:g} s"
+    return (
+        f"{value_s * 1e6:,.0f} us"
+        if value_s < 1e-3
+        else f"{value_s * 1e3:,.3g} ms"
+        if value_s < 1
+        else f"{value_s:.3g} s"
+    )
 
 
 def _namespaces(before: Look, now: Look) -> Table:

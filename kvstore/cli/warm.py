@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -73,9 +74,9 @@ class Pace:
 
 
 @click.command(short_help="Read what is stored of prompts into DRAM.")
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--trace", "is_trace", is_flag=True, help="FILE is a trace, as `kvstore replay` takes it.")
-@click.option("--limit", type=click.IntRange(1), help="Only the first prompts.")
+@click.argument("files", type=click.Path(path_type=Path, dir_okay=False), nargs=-1, required=True)
+@click.option("--trace", "is_trace", is_flag=True, help="FILES are traces, as `kvstore replay` takes them.")
+@click.option("--limit", type=click.IntRange(1), help="Only the first prompts of each file.")
 @click.option("--salt", default="", help="Cache salt of the prompts.")
 @click.option("--lora", default="", help="LoRA identity of the prompts.")
 @click.option(
@@ -93,7 +94,7 @@ class Pace:
 @timeout_option
 @json_option
 def warm(
-    file: Path,
+    files: tuple[Path, ...],
     is_trace: bool,
     limit: int | None,
     salt: str,
@@ -106,12 +107,13 @@ def warm(
     as_json: bool,
     **selected: Any,
 ) -> None:
-    """Read what is stored of the prompts in FILE from NVMe into DRAM, one prompt after the other.
+    """Read what is stored of the prompts in FILES from NVMe into DRAM, one prompt after the other.
 
-    FILE has token ids: .jsonl (a list per line), .npy (one prompt, or one per row), or raw little-endian uint32. If the
-    daemon knows several namespaces say which. DRAM must have room: later prompts take it from earlier ones.
+    They have token ids: .jsonl (a list per line), .npy (one prompt, or one per row), or raw little-endian uint32. If
+    the daemon knows several namespaces say which. DRAM must have room: later prompts take it from earlier ones.
     """
-    prompts, n_prompts = _prompts(file, limit, is_trace=is_trace)
+    each = [_prompts(file, limit, is_trace=is_trace) for file in files]
+    prompts, n_prompts = itertools.chain.from_iterable(found for found, _ in each), sum(n for _, n in each)
     with place.client(tenant, timeout_s, name="kvstore warm") as client:
         handle = opened(client, the_namespace(client, Selection(**selected)))
         with progress_bar("warming", n_prompts) as progress:

@@ -13,33 +13,42 @@ from typing import Any
 import click
 
 from kvstore.cli.params import DaemonPlace, place_options, timeout_option
-from kvstore.cli.selecting import all_tenants_option, tenant_option
+from kvstore.cli.selecting import Selection, all_tenants_option, namespace_options, tenant_option
 from kvstore.client.watching import POLL_S, BlockEvent, EventsLost, Watch
+
+KINDS = ("stored", "moved", "removed")
 
 
 @click.command(short_help="Print blocks as they come and go.")
 @click.option("--after", "after_seq", type=click.IntRange(0), help="Go on behind this number.  [default: now]")
+@click.option(
+    "--kind", "kinds", type=click.Choice(KINDS), multiple=True, help="Only these; may be given again.  [default: all]"
+)
 @click.option("--count", type=click.IntRange(1), help="End after so many lines.")
 @click.option("--for", "for_s", type=click.FloatRange(0), help="End after so many seconds.")
 @place_options
 @tenant_option
 @all_tenants_option
+@namespace_options
 @timeout_option
 def watch(
     after_seq: int | None,
+    kinds: tuple[str, ...],
     count: int | None,
     for_s: float | None,
     place: DaemonPlace,
     tenant: str,
     all_tenants: bool,
     timeout_s: float,
+    **selected: Any,
 ) -> None:
     """Print each block that is stored, moved to a tier or removed from one, as a JSON object per line (NDJSON).
 
     A line with "kind": "lost" says how many events are missing there (null: nobody counted them).
     """
     with place.client(tenant, timeout_s, name="kvstore watch") as client:
-        events = client.watch(after_seq, all_tenants=all_tenants)
+        meant = Selection(**selected).as_dict()
+        events = client.watch(after_seq, kinds=kinds, **meant, all_tenants=all_tenants)
         for event in itertools.islice(_until(events, for_s), count):
             click.echo(json.dumps(event_dict(event)))
             sys.stdout.flush()

@@ -7,7 +7,7 @@ the path of a request they raise UnavailableError when the daemon can't be asked
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,11 @@ from kvstore.client.session import Session
 from kvstore.client.waiting import checked_wait_s
 from kvstore.client.watching import Watch
 from kvstore.errors import BadInputError
+from kvstore.metrics import Distribution
 from kvstore.types import KEY_BYTES, ExtraKey, Namespace, Root
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
-from kvstore.wire.packing import F64, I32, U8, U32, unpack
+from kvstore.wire.packing import F64, I32, U8, U32, U64, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,18 @@ class Verified:
         self.problems += reply.problems
 
 
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How long requests of one method (lower case) took at the daemon, in seconds.
+
+    ``waited``: those that waited for something, blocks from NVMe say; else those that were answered at once.
+    """
+
+    method: str
+    waited: bool
+    distribution: Distribution
+
+
 class AdminCalls:
     """See the module. ``Client`` has these methods."""
 
@@ -182,10 +195,15 @@ class AdminCalls:
         digest_prefix: str = "",
         model: str = "",
         revision: str | None = None,
+        tp_rank: int | None = None,
+        pp_rank: int | None = None,
         all_tenants: bool = False,
     ) -> list[NamespaceInfo]:
-        """The namespaces that fit all that is given. Raises BadInputError, DeniedError, UnavailableError."""
-        wanted = _filter(name, digest_prefix, model, revision)
+        """The namespaces that fit all that is given; ``tp_rank``, ``pp_rank``: of their shard.
+
+        Raises BadInputError, DeniedError, UnavailableError.
+        """
+        wanted = _filter(name, digest_prefix, model, revision, tp_rank, pp_rank)
         request = pb.NamespacesRequest(filter=wanted, all_tenants=all_tenants)
         reply = self._session.call(Method.NAMESPACES, request, pb.NamespacesReply)
         return [_namespace_info(each) for each in reply.namespaces]
@@ -197,6 +215,8 @@ class AdminCalls:
         digest_prefix: str = "",
         model: str = "",
         revision: str | None = None,
+        tp_rank: int | None = None,
+        pp_rank: int | None = None,
         everything: bool = False,
         all_tenants: bool = False,
         dry_run: bool = False,
@@ -209,7 +229,7 @@ class AdminCalls:
         ``Cleared.durable``. With ``dry_run`` it only counts. Raises BadInputError, DeniedError, UnavailableError.
         """
         request = pb.ClearRequest(
-            filter=_filter(name, digest_prefix, model, revision),
+            filter=_filter(name, digest_prefix, model, revision, tp_rank, pp_rank),
             everything=everything,
             all_tenants=all_tenants,
             dry_run=dry_run,
@@ -226,12 +246,43 @@ class AdminCalls:
             reply.n_left_names,
         )
 
-    def watch(self, after_seq: int | None = None, *, all_tenants: bool = False) -> Watch:
+    def watch(
+        self,
+        after_seq: int | None = None,
+        *,
+        kinds: Collection[str] = (),
+        name: str = "",
+        digest_prefix: str = "",
+        model: str = "",
+        revision: str | None = None,
+        tp_rank: int | None = None,
+        pp_rank: int | None = None,
+        all_tenants: bool = False,
+    ) -> Watch:
         """Blocks that come to tiers and leave them, from now on, or those behind number ``after_seq``.
 
-        Raises BadInputError, DeniedError, UnavailableError.
+        Only of namespaces that fit all that is given, as for ``namespaces``, and only of these kinds ("stored",
+        "moved", "removed"), if any are given. Raises BadInputError, DeniedError, UnavailableError.
         """
-        return Watch(self._session, after_seq, all_tenants=all_tenants)
+        if isinstance(kinds, str) or not all(isinstance(each, str) for each in kinds):
+            raise BadInputError(f"kinds is {kinds!r:.80}; give several texts, as in kinds=('removed',)")
+        wanted = _filter(name, digest_prefix, model, revision, tp_rank, pp_rank)
+        return Watch(self._session, after_seq, all_tenants=all_tenants, wanted=wanted, kinds=kinds)
+
+    def latencies(self) -> list[Latency]:
+        """How long requests of each method took, since the daemon started. Raises UnavailableError."""
+        reply = self._session.call(Method.STATS, pb.StatsRequest(), pb.StatsReply)
+        bounds_s = tuple(unpack("bounds_s", reply.bounds_s, F64).tolist())
+        return [
+            Latency(
+                each.method,
+                each.waited,
+                Distribution(
+                    bounds_s, tuple(unpack("counts", each.counts, U64, len(bounds_s) + 1).tolist()), each.total_s
+                ),
+            )
+            for each in reply.latencies
+        ]
 
     def verify(
         self,
@@ -320,13 +371,19 @@ def _inspection(reply: pb.InspectReply) -> Inspection:
     )
 
 
-def _filter(name: str, digest_prefix: str, model: str, revision: str | None) -> pb.NamespaceFilter:
+def _filter(
+    name: str, digest_prefix: str, model: str, revision: str | None, tp_rank: int | None, pp_rank: int | None
+) -> pb.NamespaceFilter:
     for what, text in (("name", name), ("digest_prefix", digest_prefix), ("model", model), ("revision", revision)):
         if not isinstance(text, str) and (what, text) != ("revision", None):
             raise BadInputError(f"{what} is {text!r:.80}; it must be a text")
     wanted = pb.NamespaceFilter(name=name, digest_prefix=digest_prefix, model=model)
     if revision is not None:
         wanted.revision = revision
+    if tp_rank is not None:
+        wanted.tp_rank = count("tp_rank", tp_rank, 1 << 16)
+    if pp_rank is not None:
+        wanted.pp_rank = count("pp_rank", pp_rank, 1 << 16)
     return wanted
 
 

@@ -296,6 +296,7 @@ class AsyncClient(Side[Client]):
     open_family = _opened(Client.open_family, AsyncFamily)
     attach = granted(asked(Client.attach, lambda _, lease: lease.release()), AsyncLease)
     stats = asked(Client.stats)
+    latencies = asked(Client.latencies)
     namespaces = asked(Client.namespaces)
     claims = asked(Client.claims)
     clear = waited(Client.clear, "wait_s")

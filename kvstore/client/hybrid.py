@@ -131,6 +131,19 @@ class HybridLease(Lease):
     def group(self, group: int) -> GroupView:
         """What is held of a group. Raises BadInputError for one that the spec doesn't have."""
         part, offset_bytes, block_bytes = place_of(self._spec, group)
+        return self._view(part, offset_bytes, block_bytes)
+
+    def part(self, number: int) -> GroupView:
+        """What is held of a part, its groups one behind the other. Raises BadInputError for one that is not there."""
+        parts = parts_of(self._spec)
+        if not 0 <= number < len(parts):
+            raise BadInputError(f"part is {number!r}; this namespace has parts 0 to {len(parts) - 1}")
+        return self._view(parts[number], 0, parts[number].block_bytes)
+
+    def unchanged(self) -> bool:
+        return super().unchanged() and all(slots.unchanged() for slots, _ in self._held.values())
+
+    def _view(self, part: Part, offset_bytes: int, block_bytes: int) -> GroupView:
         slots, first_block = self._held.get(part.number, (None, self.first_block))
         return GroupView(self, self.slots if part.number == 0 else slots, first_block, offset_bytes, block_bytes)
 

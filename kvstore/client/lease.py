@@ -241,6 +241,13 @@ class Lease(Held):
         except EndedError:
             return False
 
+    def unchanged(self) -> bool:
+        """Whether the right still holds, and all that it is over is what it was when it began.
+
+        Asked after a copy from addresses: what was copied counts only then.
+        """
+        return self.valid and self.slots.unchanged()
+
     def renew(self, ttl_s: float = 0.0) -> bool:
         """Ask for more time; False if the right is gone. Blocks for one round trip."""
         if not self.valid:

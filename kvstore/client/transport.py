@@ -35,6 +35,9 @@ SPIN_S = 0.0002
 """How long a caller looks for its reply before it sleeps: most replies are there by then, and waking up costs
 more than looking."""
 
+VAIN_MAX = 6
+"""After so many looks in vain in a row (or more) 2**6 - 1 replies are waited for asleep before the next look."""
+
 
 ReplyT = TypeVar("ReplyT", bound=Message)
 
@@ -72,6 +75,8 @@ class Transport:
         self._sock = address.connect(timeout_s)
         # On a single core the daemon can only answer while this process sleeps.
         self._spin_s = SPIN_S if address.spins and len(os.sched_getaffinity(0)) > 1 else 0.0
+        self._n_vain = 0
+        self._n_asleep = 0
         self._poller = select.poll()
         self._poller.register(self._sock, select.POLLIN)
 
@@ -173,14 +178,28 @@ class Transport:
     def _wait_readable(self, deadline_s: float) -> None:
         """Look for a moment, then sleep until there is something to read. TimedOutError at the deadline."""
         # By ``poll``, not by reading in vain: that would take the socket's lock away from the sender.
-        poll, spin_until_s = self._poller.poll, min(time.monotonic() + self._spin_s, deadline_s)
-        while not poll(0):
-            now_s = time.monotonic()
-            if now_s > spin_until_s:
-                left_s = deadline_s - now_s
-                if left_s <= 0 or not poll(left_s * 1000):
-                    raise self._timed_out()
-                return
+        if not self._poller.poll(0) and not self._look(deadline_s):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or not self._poller.poll(left_s * 1000):
+                raise self._timed_out()
+
+    def _look(self, deadline_s: float) -> bool:
+        """Whether there is something to read after a moment of looking for it.
+
+        Where all cores are busy the daemon gets one sooner if this process sleeps, and who looks for long is the last
+        to get one. So looks in vain make the next ones rarer, until one is worth it.
+        """
+        if self._n_asleep or not self._spin_s:
+            self._n_asleep -= self._n_asleep > 0
+            return False
+        poll, until_s = self._poller.poll, min(time.monotonic() + self._spin_s, deadline_s)
+        while time.monotonic() < until_s:
+            if poll(0):
+                self._n_vain = 0
+                return True
+        self._n_vain = min(self._n_vain + 1, VAIN_MAX)
+        self._n_asleep = (1 << self._n_vain) - 1
+        return False
 
     def _arm(self, deadline_s: float) -> None:
         left_s = deadline_s - time.monotonic()

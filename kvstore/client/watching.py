@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -51,13 +51,22 @@ class EventsLost:
 class Watch:
     """An endless iterator over events, from the moment of its making on, or from what follows ``after_seq``.
 
-    ``next`` blocks until there is one. Raises UnavailableError when the daemon can't be asked; going on then tries
+    ``next`` blocks until there is one. Only those of namespaces that fit ``wanted``, and of these ``kinds`` (none: of
+    all), are sent. Raises UnavailableError when the daemon can't be asked; going on then tries
     again. Not for several threads at once.
     """
 
-    def __init__(self, session: Session, after_seq: int | None, *, all_tenants: bool) -> None:
+    def __init__(
+        self,
+        session: Session,
+        after_seq: int | None,
+        *,
+        all_tenants: bool,
+        wanted: pb.NamespaceFilter,
+        kinds: Collection[str],
+    ) -> None:
         self._session = session
-        self._all_tenants = all_tenants
+        self._meant = pb.WatchRequest(all_tenants=all_tenants, filter=wanted, kinds=kinds)
         self._ready: deque[BlockEvent | EventsLost] = deque()
         self._epoch: int | None = None
         self.seq = 0 if after_seq is None else count("after_seq", after_seq, 1 << 64)
@@ -81,7 +90,8 @@ class Watch:
         return ready
 
     def _ask(self, wait_s: float, *, from_now: bool = False) -> pb.WatchReply:
-        request = pb.WatchRequest(after_seq=self.seq, from_now=from_now, wait_s=wait_s, all_tenants=self._all_tenants)
+        request = pb.WatchRequest(after_seq=self.seq, from_now=from_now, wait_s=wait_s)
+        request.MergeFrom(self._meant)
         if not wait_s:
             return self._session.call(Method.WATCH, request, pb.WatchReply)
         return self._session.call_waiting(Method.WATCH, request, pb.WatchReply, wait_s)

@@ -20,6 +20,7 @@ POLICY_CLOCKS = ("system", "client")
 GENERATED_TOKENS = ("store", "skip")
 
 _NVME_ONLY = {
+    "nvme_policy": "--nvme-policy",
     "write_policy": "--write-policy",
     "selective_hits": "--selective-hits",
     "recovery": "--recovery",
@@ -39,7 +40,8 @@ class DaemonConfig:
     (replays of traces). ``poll_us`` is how long the daemon stays awake between the requests of a burst.
     ``generated_tokens`` is ``"store"``, or ``"skip"`` to store no block that holds one, whoever asks for it.
 
-    With ``nvme_dir`` there is an NVMe tier of ``nvme_bytes`` there. ``write_policy`` says when a block is
+    With ``nvme_dir`` there is an NVMe tier of ``nvme_bytes`` there, evicted from by ``nvme_policy`` ("": as DRAM is, by
+    ``policy``). ``write_policy`` says when a block is
     written to it: with its commit (``"through"``), when DRAM needs its room (``"back"``), or with its access
     number ``selective_hits`` (``"selective"``); at most ``write_behind_bytes`` wait for that, 0 = a size that
     fits the DRAM tier. An I/O that is not done after ``io_timeout_s`` counts as failed for those who wait.
@@ -68,6 +70,7 @@ class DaemonConfig:
     generated_tokens: str = "store"
     nvme_dir: Path | None = None
     nvme_bytes: int = 0
+    nvme_policy: str = ""
     write_policy: str = "through"
     selective_hits: int = 2
     recovery: str = "normal"

@@ -19,7 +19,7 @@ class GrpcOptions:
     ``listen`` is ``unix:/path`` or ``host:port``; empty = there is none. Over TCP, loopback included, clients need
     TLS (``tls_cert``, ``tls_key``) and a token of ``token_file``; with ``client_ca`` also a certificate of it.
     A message has at most ``message_bytes_max``, a call lasts at most ``deadline_s_max``, and ``calls_max`` run at a
-    time.
+    time, ``calls_per_token`` of them with one token (0: half of ``calls_max``).
     """
 
     listen: str = ""
@@ -30,6 +30,7 @@ class GrpcOptions:
     message_bytes_max: int = 16 * MIB
     deadline_s_max: float = 60.0
     calls_max: int = 1024
+    calls_per_token: int = 0
 
     def __post_init__(self) -> None:
         check_types(self, "grpc.")
@@ -63,6 +64,12 @@ class GrpcOptions:
             )
         if not 1 <= self.calls_max <= 65536:
             raise ConfigError(f"--grpc-calls-max is {self.calls_max}; it must be from 1 to 65536", ("grpc.calls_max",))
+        if not 0 <= self.calls_per_token <= self.calls_max:
+            raise ConfigError(
+                f"--grpc-calls-per-token is {self.calls_per_token}; it must be from 1 to --grpc-calls-max, "
+                f"{self.calls_max}, or 0 for half of that",
+                ("grpc.calls_per_token", "grpc.calls_max"),
+            )
         if not self.listen:
             self._check_off()
 
@@ -112,6 +119,11 @@ class GrpcOptions:
     @property
     def enabled(self) -> bool:
         return bool(self.listen)
+
+    @property
+    def calls_per_token_max(self) -> int:
+        """The bound in force."""
+        return self.calls_per_token or (self.calls_max + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,26 +1,16 @@
-"""A snapshot as Prometheus reads it.
-
-Made on a thread beside the daemon's loop, metric by metric, and between two of them the interpreter is let go of:
-the loop waits for a few dozen microseconds at most, not for the whole page.
-"""
+"""A snapshot as Prometheus reads it. Made on a thread beside the daemon's loop."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, lru_cache
 
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client import ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from kvstore.http.exports import BY_METHOD, COUNTER, EXPORTS, HISTOGRAMS, INFO_TEXTS, NVME_STATES, Export
+from kvstore.http.exports import BY_METHOD, COUNTER, EXPORTS, GAUGE, HISTOGRAMS, INFO_TEXTS, NVME_STATES
 from kvstore.http.source import Phase, Pulse, Snapshot
+from kvstore.http.text_format import HISTOGRAM, INFO, Family, labelled, number, write
 from kvstore.metrics import Distribution
 
 NVME_PREFIXES = ("nvme_", "onboard", "offload")
@@ -30,87 +20,93 @@ _process = ProcessCollector(registry=None)
 
 def expose(accept: str, pulse: Pulse, snapshot: Snapshot, *, fresh: bool) -> tuple[bytes, str]:
     """The page and its content type, which ``accept`` (the header of the request) chooses from."""
-    encode, content_type = choose_encoder(accept)
-    return encode(_Once(families(pulse, snapshot, fresh=fresh))), content_type
+    content_type: str = choose_encoder(accept)[1]
+    openmetrics = content_type.startswith("application/openmetrics-text")
+    return write(families(pulse, snapshot, fresh=fresh), openmetrics=openmetrics), content_type
 
 
-def families(pulse: Pulse, snapshot: Snapshot, *, fresh: bool) -> Iterator[Metric]:
+def families(pulse: Pulse, snapshot: Snapshot, *, fresh: bool) -> Iterator[Family]:
     """Every metric. Those of an NVMe tier are left out where there is none."""
-    yield GaugeMetricFamily(
-        "kvstore_loop_seen_seconds", "Seconds since the daemon's loop last went round.", pulse.seen_s_ago
+    yield _gauge("kvstore_loop_seen_seconds", "Seconds since the daemon's loop last went round.", pulse.seen_s_ago)
+    yield _gauge(
+        "kvstore_snapshot_fresh", "0 if the loop did not answer: the numbers are those of the scrape before.", fresh
     )
-    yield GaugeMetricFamily(
-        "kvstore_snapshot_fresh", "0 if the loop did not answer: the numbers are those of the scrape before.",
-        float(fresh),
-    )  # fmt: skip
     yield _states("kvstore_phase", "1 for where the daemon is.", "phase", list(Phase), pulse.phase)
     if snapshot.texts:
-        yield _info(snapshot.texts)
+        labels = {name: snapshot.texts.get(text, "") for name, text in INFO_TEXTS.items()}
+        yield Family("kvstore_build", INFO, "What runs.", [(labelled("kvstore_build_info", labels), 1.0)])
     if health := snapshot.texts.get("nvme_health"):
         yield _states("kvstore_nvme_health", "1 for the state of the NVMe tier.", "state", NVME_STATES, health)
     yield from _numbers(snapshot.numbers)
     for name, help_ in HISTOGRAMS.items():
         if distribution := snapshot.histograms.get(name):
-            yield _histogram(name, help_, {(): distribution})
+            yield _histogram(f"kvstore_{name}", help_, {"": distribution})
     for name, help_ in BY_METHOD.items():
-        yield _histogram(name, help_, {(method,): each for method, each in snapshot.by_method.get(name, {}).items()})
-    failed = CounterMetricFamily("kvstore_requests_failed", "Requests answered with an error.", labels=["method"])
-    for method, count in snapshot.failures.items():
-        failed.add_metric([method], count)
-    yield failed
-    yield from _process.collect()
+        yield _histogram(f"kvstore_{name}", help_, snapshot.by_method.get(name, {}))
+    yield Family(
+        "kvstore_requests_failed", COUNTER, "Requests answered with an error.",
+        [(_of_method("kvstore_requests_failed_total", method), n) for method, n in snapshot.failures.items()],
+    )  # fmt: skip
+    for metric in _process.collect():
+        samples = [(labelled(sample.name, sample.labels), sample.value) for sample in metric.samples]
+        yield Family(metric.name, metric.type, metric.documentation, samples)
 
 
-def _numbers(numbers: Mapping[str, float]) -> Iterator[Metric]:
-    if not numbers:
-        return
-    has_nvme = "nvme_capacity_bytes" in numbers
-    grouped: dict[str, list[Export]] = {}
+@cache
+def _plan(has_nvme: bool) -> tuple[tuple[str, str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...]:
+    """Of each metric of numbers: name, kind, help; of each of its samples, what stands before it, and its numbers."""
+    grouped: dict[str, tuple[str, str, list[tuple[str, tuple[str, ...]]]]] = {}
     for export in EXPORTS:
         if has_nvme or not export.stats[0].startswith(NVME_PREFIXES):
-            grouped.setdefault(export.metric, []).append(export)
-    for metric, exports in grouped.items():
-        yield _family(metric, exports, numbers)
+            samples = grouped.setdefault(export.metric, (export.kind, export.help, []))[2]
+            samples.append((labelled(export.metric, export.labels), export.stats))
+    return tuple(
+        (metric.removesuffix("_total"), kind, help_, tuple(samples))
+        for metric, (kind, help_, samples) in grouped.items()
+    )
 
 
-def _family(metric: str, exports: list[Export], numbers: Mapping[str, float]) -> Metric:
-    kind, help_, labels = exports[0].kind, exports[0].help, list(exports[0].labels)
-    family = (CounterMetricFamily if kind == COUNTER else GaugeMetricFamily)(metric, help_, labels=labels)
-    for export in exports:
-        first, *others = (numbers.get(name, 0.0) for name in export.stats)
-        family.add_metric(list(export.labels.values()), first - sum(others))
-    return family
+def _numbers(numbers: Mapping[str, float]) -> Iterator[Family]:
+    if not numbers:
+        return
+    for name, kind, help_, samples in _plan("nvme_capacity_bytes" in numbers):
+        yield Family(name, kind, help_, [(before, _difference(numbers, stats)) for before, stats in samples])
 
 
-def _histogram(name: str, help_: str, distributions: Mapping[tuple[str, ...], Distribution]) -> Metric:
-    labels = ["method"] if name in BY_METHOD else []
-    family = HistogramMetricFamily(f"kvstore_{name}", help_, labels=labels)
-    for values, each in distributions.items():
-        bounds = [*map(repr, each.bounds), "+Inf"]
-        family.add_metric(list(values), list(zip(bounds, each.cumulative(), strict=True)), each.total)
-    return family
+def _difference(numbers: Mapping[str, float], stats: tuple[str, ...]) -> float:
+    value = numbers.get(stats[0], 0.0)
+    for name in stats[1:]:
+        value -= numbers.get(name, 0.0)
+    return value
 
 
-def _states(metric: str, help_: str, label: str, states: list[Phase] | tuple[str, ...], state: str) -> Metric:
-    family = GaugeMetricFamily(metric, help_, labels=[label])
-    for each in states:
-        family.add_metric([str(each)], float(each == state))
-    return family
+def _histogram(name: str, help_: str, distributions: Mapping[str, Distribution]) -> Family:
+    """One histogram for each method, or one under no method's name."""
+    samples: list[tuple[str, float]] = []
+    for method, each in distributions.items():
+        buckets, count, total = _histogram_names(name, method, each.bounds)
+        cumulative = each.cumulative()
+        samples += zip(buckets, cumulative, strict=True)
+        samples += ((count, cumulative[-1]), (total, each.total))
+    return Family(name, HISTOGRAM, help_, samples)
 
 
-def _info(texts: Mapping[str, str]) -> Metric:
-    values = {name: texts.get(text, "") for name, text in INFO_TEXTS.items()}
-    return InfoMetricFamily("kvstore_build", "What runs.", value=values)
+@lru_cache(maxsize=256)
+def _histogram_names(name: str, method: str, bounds: tuple[float, ...]) -> tuple[tuple[str, ...], str, str]:
+    """What stands before the buckets, the count and the sum."""
+    labels = {"method": method} if method else {}
+    buckets = [labelled(f"{name}_bucket", {**labels, "le": number(bound)}) for bound in (*bounds, float("inf"))]
+    return tuple(buckets), labelled(f"{name}_count", labels), labelled(f"{name}_sum", labels)
 
 
-class _Once(CollectorRegistry):
-    """What the library's encoders take: here one page of metrics, handed over one by one."""
+def _of_method(sample: str, method: str) -> str:
+    return labelled(sample, {"method": method})
 
-    def __init__(self, page: Iterator[Metric]) -> None:
-        super().__init__()
-        self._page = page
 
-    def collect(self) -> Iterator[Metric]:
-        for metric in self._page:
-            yield metric
-            time.sleep(0)
+def _gauge(name: str, help_: str, value: float) -> Family:
+    return Family(name, GAUGE, help_, [(name, value)])
+
+
+def _states(name: str, help_: str, label: str, states: Iterable[str], state: str) -> Family:
+    samples = [(labelled(name, {label: str(each)}), float(each == state)) for each in states]
+    return Family(name, GAUGE, help_, samples)

@@ -1,4 +1,4 @@
-"""Memory without Python's lock: batched copies with streaming stores, shared mappings, page population."""
+"""Memory without Python's lock: copies with streaming stores, checksums, shared mappings, page population."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -49,14 +50,33 @@ def _hash_in_python(address: int, size_bytes: int) -> int:
     return xxhash.xxh3_64_intdigest(memory_at(address, size_bytes))
 
 
-def _library_hash() -> Any:
-    """The C function behind the ``xxhash`` module, or None where the module hides it or it hashes otherwise."""
+@cache
+def xxhash_library() -> ctypes.CDLL | None:
+    """The library behind the ``xxhash`` module, or None where it can't be loaded by itself."""
     try:
-        library = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
-        symbol = next(name for name in _SYMBOLS if hasattr(library, name))
-    except (AttributeError, ImportError, OSError, StopIteration):
+        return ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
+    except (AttributeError, ImportError, OSError):
         return None
-    function = getattr(library, symbol)
+
+
+def either(loaded: ctypes.CDLL, *names: str) -> Any:
+    """The first of these functions that there is. Raises AttributeError."""
+    for name in names:
+        if hasattr(loaded, name):
+            return getattr(loaded, name)
+    raise AttributeError(f"xxhash has none of {', '.join(names)}")
+
+
+@cache
+def hash_function() -> Any:
+    """The C function behind the ``xxhash`` module, or None where the module hides it or it hashes otherwise."""
+    loaded = xxhash_library()
+    try:
+        function = either(loaded, *_SYMBOLS) if loaded is not None else None
+    except AttributeError:
+        function = None
+    if function is None:
+        return None
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     function.restype = ctypes.c_uint64
     trial = np.arange(max(_TRIALS), dtype=np.uint8)
@@ -65,10 +85,10 @@ def _library_hash() -> Any:
     return function if same else None
 
 
-def _batch(hash_function: Any) -> Any:
+def _batch(hash_one: Any) -> Any:
     """``kv_hash_batch`` of this package's C part, or None."""
     loaded = library()
-    if hash_function is None or loaded is None or not hasattr(loaded, "kv_hash_batch"):
+    if hash_one is None or loaded is None or not hasattr(loaded, "kv_hash_batch"):
         return None
     function = loaded.kv_hash_batch
     function.argtypes = (*(ctypes.c_void_p,) * 4, ctypes.c_size_t)
@@ -76,7 +96,7 @@ def _batch(hash_function: Any) -> Any:
     return function
 
 
-_hash_one = _library_hash()
+_hash_one = hash_function()
 _hash_batch = _batch(_hash_one)
 
 

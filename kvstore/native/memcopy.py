@@ -31,13 +31,13 @@ def _load() -> tuple[Callable[..., None] | None, int]:
     if loaded is None:
         return None, 0
     try:
-        function, level = loaded.kv_copy_batch, int(loaded.kv_level())
+        function, best = loaded.kv_copy_batch, int(loaded.kv_level())
     except AttributeError:
         return None, 0
     pointer, size, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
     function.argtypes = (pointer, pointer, pointer, size, ctypes.c_size_t, number, number)
     function.restype = None
-    return function, level
+    return function, best
 
 
 _copy, _level = _load()
@@ -46,6 +46,11 @@ _copy, _level = _load()
 def backend() -> str:
     """What copies: ``avx512``, ``avx2``, ``portable`` (C, memcpy) or ``numpy``."""
     return _LEVELS[_level] if _copy is not None else "numpy"
+
+
+def level() -> int:
+    """The instructions that C copies with, as it wants to be told; see ``backend``."""
+    return _level
 
 
 def copy_batch(
@@ -87,8 +92,8 @@ def copy_batch(
         _copy_numpy(dst, src, each, size_bytes, threads)
         return
     pointer = each.ctypes.data if each is not None else None
-    level = _level if streaming else _MEMCPY
-    _copy(dst.ctypes.data, src.ctypes.data, pointer, size_bytes, len(dst), threads, level)
+    with_level = _level if streaming else _MEMCPY
+    _copy(dst.ctypes.data, src.ctypes.data, pointer, size_bytes, len(dst), threads, with_level)
 
 
 def _addresses(name: str, value: Any) -> Addresses:

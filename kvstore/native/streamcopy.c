@@ -6,6 +6,8 @@
  * stores skip both. The best instruction set is chosen once at run time; where there is none (another
  * architecture), memcpy does the work.
  *
+ * Chunks on their way to and from other hosts are hashed while they are copied (kv_copy_span).
+ *
  * Loaded with ctypes, which lets go of Python's lock for the whole call. Nothing here knows Python.
  */
 #define _GNU_SOURCE
@@ -155,4 +157,51 @@ KV_EXPORT void kv_copy_batch(const uint64_t *dst, const uint64_t *src, const uin
 KV_EXPORT void kv_hash_batch(uint64_t (*hash)(const void *, size_t), const uint64_t *addresses,
                              const uint64_t *sizes, uint64_t *out, size_t n) {
     for (size_t i = 0; i < n; i++) out[i] = hash((const void *)(uintptr_t)addresses[i], (size_t)sizes[i]);
+}
+
+typedef struct {
+    uint64_t (*whole)(const void *, size_t);
+    int (*reset)(void *);
+    int (*update)(void *, const void *, size_t);
+    uint64_t (*digest)(const void *);
+    void *state;
+} Hasher;
+
+/* What is copied before it is hashed, or the other way round: the second of the two finds it in the cache. */
+enum { HASHED_PIECE_BYTES = 32 << 10 };
+
+static void copy_hashed(const Hasher *h, char *block, char *flat, uint64_t n, int to_flat, int level) {
+    for (uint64_t at = 0; at < n; at += HASHED_PIECE_BYTES) {
+        size_t piece = n - at < HASHED_PIECE_BYTES ? (size_t)(n - at) : HASHED_PIECE_BYTES;
+        if (to_flat) memcpy(flat + at, block + at, piece);
+        h->update(h->state, flat + at, piece);
+        if (!to_flat) stream_copy(block + at, flat + at, piece, level);
+    }
+}
+
+/*
+ * Copy the bytes [offset, offset + n_bytes) of equally long blocks, counted as lying end to end, to `flat` or from
+ * there, and hash every block that ends among them: what lies in `flat` of it, and of what came before whatever the
+ * hasher's state has seen (`resumed`: it saw all of the block up to `offset`), else where the block lies. The hashes go
+ * to `sums`. Blocks until all bytes are visible to other threads.
+ */
+KV_EXPORT void kv_copy_span(const uint64_t *blocks, uint64_t block_bytes, uint64_t offset, uint64_t n_bytes, char *flat,
+                            int to_flat, int resumed, const Hasher *h, uint64_t *sums, int level) {
+    while (n_bytes) {
+        uint64_t begun = offset % block_bytes, left = block_bytes - begun, n = left < n_bytes ? left : n_bytes;
+        char *block = (char *)(uintptr_t)blocks[offset / block_bytes];
+        if (n == block_bytes && n <= HASHED_PIECE_BYTES) {
+            if (to_flat) memcpy(flat, block, n);
+            *sums++ = h->whole(flat, n);
+            if (!to_flat) stream_copy(block, flat, n, level);
+        } else {
+            if (!begun || !resumed) h->reset(h->state);
+            if (begun && !resumed) h->update(h->state, block, begun);
+            copy_hashed(h, block + begun, flat, n, to_flat, level);
+            if (n == left) *sums++ = h->digest(h->state);
+        }
+        resumed = 1;
+        offset += n, flat += n, n_bytes -= n;
+    }
+    fence();
 }

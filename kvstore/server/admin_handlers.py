@@ -56,7 +56,7 @@ class AdminHandlers:
     # Namespaces ----------------------------------------------------------------------------------
 
     def namespaces(self, session: Session, request: pb.NamespacesRequest) -> Result:
-        return self._namespaces(_filter(request.filter), tenant_asked_for(session, all_tenants=request.all_tenants))
+        return self._namespaces(filter_of(request.filter), tenant_asked_for(session, all_tenants=request.all_tenants))
 
     async def _namespaces(self, wanted: NamespaceFilter, tenant: str | None) -> Reply:
         known = await self._known(wanted, tenant)
@@ -95,7 +95,7 @@ class AdminHandlers:
     # Clearing ------------------------------------------------------------------------------------
 
     def clear(self, session: Session, request: pb.ClearRequest) -> Result:
-        wanted, wait_s = _filter(request.filter), checked_wait_s(request.wait_s)
+        wanted, wait_s = filter_of(request.filter), checked_wait_s(request.wait_s)
         if wanted.is_empty != request.everything:
             raise BadInputError(
                 "everything goes with an empty filter, and an empty filter only with it: name a namespace or a model, "
@@ -274,9 +274,16 @@ def in_words(found: Explanation, prompt: Prompt) -> str:
     return f"the stored block that comes closest to block {n} has {what}{tokens}{extra}"
 
 
-def _filter(message: pb.NamespaceFilter) -> NamespaceFilter:
-    revision = message.revision if message.HasField("revision") else None
-    return NamespaceFilter(message.name, message.digest_prefix, message.model, revision)
+def filter_of(message: pb.NamespaceFilter) -> NamespaceFilter:
+    """Which namespaces are meant. Raises BadInputError for what can't fit any."""
+    return NamespaceFilter(
+        message.name,
+        message.digest_prefix,
+        message.model,
+        message.revision if message.HasField("revision") else None,
+        message.tp_rank if message.HasField("tp_rank") else None,
+        message.pp_rank if message.HasField("pp_rank") else None,
+    )
 
 
 def _steps(step: Callable[[], bool]) -> Iterator[None]:

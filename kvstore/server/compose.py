@@ -10,7 +10,7 @@ from kvstore.config import DaemonConfig
 from kvstore.config.here import check_nvme_place
 from kvstore.offload import WritePolicy
 from kvstore.prefix_index.index import PrefixIndex
-from kvstore.prefix_index.policy import make_policy
+from kvstore.prefix_index.policies import make_tier_policies
 from kvstore.server.succession import Succession
 from kvstore.store.hierarchy import WriteBehind
 from kvstore.store.requests import LeaseLimits
@@ -41,7 +41,8 @@ def make_store(
             former=succession.former if succession is not None else None,
         )
         opened.callback(dram.close)
-        index = PrefixIndex(make_policy(config.policy), nvme=nvme is not None)
+        policy = make_tier_policies(config.policy, config.nvme_policy, learn_aside=True)
+        index = PrefixIndex(policy, nvme=nvme is not None)
         limits = LeaseLimits(config.lease_s_default, config.lease_s_max)
         write = WriteBehind(
             WritePolicy(config.write_policy),

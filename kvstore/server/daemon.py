@@ -90,8 +90,9 @@ class Daemon:
             self._adopt_sessions()
             prompts = PromptReader(self.store, config.policy_clock == "client")
             self._handlers = Handlers(
-                self.store, config.policy_clock == "client", self.stats, self._notices.ask_to_unmap, self.epoch
-            )
+                self.store, config.policy_clock == "client", self.stats, self.monitor.latencies,
+                self._notices.ask_to_unmap, self.epoch,
+            )  # fmt: skip
             self._lingering = Lingering(
                 self._loop, self.sessions, self.store.dram, self.end_session, self._handlers.memory_came_back
             )
@@ -438,6 +439,6 @@ class Daemon:
         }
         return numbers, texts | {
             "server_version": __version__,
-            "policy": self._config.policy,
+            "policy": self.store.index.policy.name,
             "epoch": str(self.epoch),
         }

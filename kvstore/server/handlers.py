@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from kvstore.errors import BadInputError
 from kvstore.lease import Reservation
+from kvstore.metrics import LATENCY_BOUNDS_S, Distribution
 from kvstore.offload import Persist
 from kvstore.onboard import Load
 from kvstore.prefix_index.block_table import DRAM, Ids
@@ -33,7 +34,7 @@ from kvstore.store.store import Store
 from kvstore.types import Namespace
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import MAX_DESCRIPTORS, Method
-from kvstore.wire.packing import U32, pack
+from kvstore.wire.packing import F64, U32, U64, pack
 
 __all__ = ["Handlers", "Reply", "Result"]
 
@@ -52,12 +53,14 @@ class Handlers:
         store: Store,
         client_policy_clock: bool,
         stats: Callable[[], tuple[dict[str, float], dict[str, str]]],
+        latencies: Callable[[], Iterable[tuple[str, bool, Distribution]]],
         ask_to_unmap: Callable[[], None],
         epoch: int,
     ) -> None:
         self._store = store
         self._prompts = PromptReader(store, client_policy_clock)
         self._stats = stats
+        self._latencies = latencies
         self._ask_to_unmap = ask_to_unmap
         self._epoch = epoch
         self._unmapped = asyncio.Event()
@@ -271,7 +274,12 @@ class Handlers:
 
     def stats(self, session: Session, request: pb.StatsRequest) -> Result:  # noqa: ARG002 - every handler has this shape
         numbers, texts = self._stats()
-        return Reply(pb.StatsReply(numbers=numbers, texts=texts))
+        latencies = [
+            pb.Latency(method=method, waited=waited, counts=pack(np.array(each.counts), U64), total_s=each.total)
+            for method, waited, each in self._latencies()
+        ]
+        bounds_s = pack(np.array(LATENCY_BOUNDS_S), F64)
+        return Reply(pb.StatsReply(numbers=numbers, texts=texts, bounds_s=bounds_s, latencies=latencies))
 
     def _n_in_dram(self, prompt: Prompt, ids: Ids, max_blocks: int = 0) -> int:
         """How many leading blocks a lease would give at once."""

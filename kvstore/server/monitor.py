@@ -7,7 +7,7 @@ import concurrent.futures
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from google.protobuf.message import Message
@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from kvstore.config import LogOptions, MetricsOptions
 from kvstore.http.source import Phase, Pulse, Snapshot
 from kvstore.logs import about
-from kvstore.metrics import Histogram, Histograms
+from kvstore.metrics import Distribution, Histogram, Histograms
 from kvstore.server.replies import Reply, Result
 from kvstore.server.session import Session
 from kvstore.wire.framing import Method
@@ -92,6 +92,12 @@ class Monitor:
                     took_s=round(took_s, 6), waited=waited, **_told_of(reply),
                 ),
             )  # fmt: skip
+
+    def latencies(self) -> Iterator[tuple[str, bool, Distribution]]:
+        """How long requests took: the method, whether they waited, and the times."""
+        for waited, histograms in ((False, self._requests_s), (True, self._waits_s)):
+            for method, distribution in _named(histograms.snapshot()).items():
+                yield method, waited, distribution
 
     def failed(self, method: int) -> None:
         """A request has been answered with an error."""

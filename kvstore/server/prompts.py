@@ -84,7 +84,7 @@ def _hints(message: pb.Hints) -> Hints:
     """Raises BadInputError for values that can't be."""
     return Hints(
         message.request_type, message.turn, message.session_id, message.expected_reuse, message.ttl_s,
-        message.priority, message.no_reuse,
+        message.priority, message.no_reuse, message.output_tokens,
     )  # fmt: skip
 
 

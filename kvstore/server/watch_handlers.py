@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.errors import BadInputError
 from kvstore.prefix_index.block_table import DRAM
-from kvstore.server.admin_handlers import tenant_asked_for
+from kvstore.server.admin_handlers import filter_of, tenant_asked_for
 from kvstore.server.replies import Reply, Result
 from kvstore.server.session import Session
 from kvstore.server.waits import checked_wait_s
-from kvstore.store.admin import Administration
-from kvstore.store.events import Batch, Events
+from kvstore.store.admin import Administration, NamespaceFilter
+from kvstore.store.events import Batch, Events, Kind
 from kvstore.store.store import Store
 from kvstore.types import TOKEN_BYTES, Namespace, RowKind
 from kvstore.wire import kvstore_pb2 as pb
@@ -23,6 +25,15 @@ from kvstore.wire.framing import Method
 from kvstore.wire.packing import U8, U32, U64, pack
 
 EVENTS_PER_REPLY_MAX = 1 << 13
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which events are meant: of whose namespaces (None: of all tenants'), of which kinds."""
+
+    tenant: str | None
+    namespaces: NamespaceFilter
+    kinds: frozenset[Kind]
 
 
 class WatchHandlers:
@@ -40,23 +51,24 @@ class WatchHandlers:
 
     def watch(self, session: Session, request: pb.WatchRequest) -> Result:
         tenant = tenant_asked_for(session, all_tenants=request.all_tenants)
+        wanted = Wanted(tenant, filter_of(request.filter), _kinds(request))
         wait_s = checked_wait_s(request.wait_s)
         self._log.watched(self._store.clock.now_s())
         seq = self._log.last_seq if request.from_now else request.after_seq
         most = min(request.max_events or EVENTS_PER_REPLY_MAX, EVENTS_PER_REPLY_MAX)
-        reply = self._reply(self._log.after(seq, most), tenant)
+        reply = self._reply(self._log.after(seq, most), wanted)
         if not wait_s or _says_something(reply):
             return Reply(reply)
-        return self._later(reply, tenant, most, wait_s)
+        return self._later(reply, wanted, most, wait_s)
 
-    async def _later(self, reply: pb.WatchReply, tenant: str | None, most: int, wait_s: float) -> Reply:
+    async def _later(self, reply: pb.WatchReply, wanted: Wanted, most: int, wait_s: float) -> Reply:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + wait_s
         try:
             while not _says_something(reply):
                 if self._log.last_seq <= reply.next_seq and not await self._next_event(deadline_s):
                     break
-                reply = self._reply(self._log.after(reply.next_seq, most), tenant)
+                reply = self._reply(self._log.after(reply.next_seq, most), wanted)
         finally:
             self._log.watched(self._store.clock.now_s())
         return Reply(reply)
@@ -74,38 +86,45 @@ class WatchHandlers:
             forget()
         return True
 
-    def _reply(self, events: Events, tenant: str | None) -> pb.WatchReply:
+    def _reply(self, events: Events, wanted: Wanted) -> pb.WatchReply:
         reply = pb.WatchReply(next_seq=events.next_seq, epoch=self._epoch, n_lost=events.n_lost, gap=events.gap)
         skip = events.skip
         for batch in events.batches:
-            reply.batches.extend(self._messages(batch, skip, tenant))
+            if batch.kind in wanted.kinds:
+                reply.batches.extend(self._messages(batch, skip, wanted))
             skip = 0
         return reply
 
-    def _messages(self, batch: Batch, skip: int, tenant: str | None) -> Iterator[pb.EventBatch]:
-        """A batch as messages, one for each namespace that the tenant may see."""
+    def _messages(self, batch: Batch, skip: int, wanted: Wanted) -> Iterator[pb.EventBatch]:
+        """A batch as messages, one for each namespace that is meant."""
         ordinals = batch.namespaces[skip:]
-        for ordinal in np.unique(ordinals).tolist():
-            digest, namespace = self._admin.whose(ordinal)
-            if tenant is not None and (namespace is None or namespace.tenant != tenant):
-                continue
+        for ordinal, known in self._admin.fitting(ordinals, wanted.namespaces, wanted.tenant).items():
             at = np.flatnonzero(ordinals == ordinal) + skip
             message = pb.EventBatch(
                 time_s=batch.time_s,
                 kind=batch.kind,
                 tier="dram" if batch.tier == DRAM else "nvme",
                 reason=batch.reason or "",
-                namespace=digest,
+                namespace=known.digest,
                 seqs=pack(at + batch.first_seq, U64),
                 keys=batch.keys[at].tobytes(),
             )
             if batch.parents is not None:
                 message.parents = batch.parents[at].tobytes()
             if batch.row_bytes is not None:
-                message.n_tokens = pack(_n_tokens(batch.row_bytes[at], namespace), U32)
+                message.n_tokens = pack(_n_tokens(batch.row_bytes[at], known.namespace), U32)
             if batch.last is not None:
                 message.last = pack(batch.last[at], U8)
             yield message
+
+
+def _kinds(request: pb.WatchRequest) -> frozenset[Kind]:
+    """Raises BadInputError for one that there isn't."""
+    try:
+        return frozenset(map(Kind, request.kinds)) or frozenset(Kind)
+    except ValueError:
+        wrong = next(each for each in request.kinds if each not in set(Kind))
+        raise BadInputError(f"there are no events of kind {wrong[:40]!r}; give {', '.join(Kind)}") from None
 
 
 def _says_something(reply: pb.WatchReply) -> bool:

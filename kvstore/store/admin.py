@@ -35,13 +35,16 @@ _HEX = frozenset("0123456789abcdef")
 class NamespaceFilter:
     """Fits the namespaces that agree with every field given. Raises BadInputError for one that can't fit any.
 
-    ``name``: one bound to it. ``digest_prefix``: hexadecimal digits that its digest begins with.
+    ``name``: one bound to it. ``digest_prefix``: hexadecimal digits that its digest begins with. ``tp_rank``,
+    ``pp_rank``: of its shard.
     """
 
     name: str = ""
     digest_prefix: str = ""
     model: str = ""
     revision: str | None = None
+    tp_rank: int | None = None
+    pp_rank: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "digest_prefix", self.digest_prefix.lower())
@@ -56,7 +59,7 @@ class NamespaceFilter:
     @property
     def is_empty(self) -> bool:
         """Whether every namespace fits."""
-        return not (self.name or self.digest_prefix or self.model)
+        return self == NamespaceFilter()
 
     def fits(self, known: KnownNamespace) -> bool:
         """Whether this is one of those meant. One without a description has no model."""
@@ -66,6 +69,8 @@ class NamespaceFilter:
             and known.digest.hex().startswith(self.digest_prefix)
             and (not self.model or (described is not None and described.model == self.model))
             and (self.revision is None or (described is not None and described.revision == self.revision))
+            and (self.tp_rank is None or (described is not None and described.shard.tp_rank == self.tp_rank))
+            and (self.pp_rank is None or (described is not None and described.shard.pp_rank == self.pp_rank))
         )
 
 
@@ -164,6 +169,20 @@ class Administration:
                 text = dict(hierarchy.nvme.namespaces().values()).get(digest, "")
             known = self._description(digest, text)
         return known.digest, known.namespace
+
+    def fitting(
+        self, ordinals: NDArray[np.uint32], wanted: NamespaceFilter, tenant: str | None
+    ) -> dict[int, KnownNamespace]:
+        """The namespaces with these numbers that fit, as ``namespaces`` says, by number."""
+        names = self._store.namespaces.names() if wanted.name else {}
+        found = {}
+        for ordinal in np.unique(ordinals).tolist():
+            digest, namespace = self.whose(ordinal)
+            known = KnownNamespace(digest, namespace, [ordinal], ordinal, names.get(digest, ()))
+            is_theirs = tenant is None or (namespace is not None and namespace.tenant == tenant)
+            if is_theirs and wanted.fits(known):
+                found[ordinal] = known
+        return found
 
     def blocks(self, ids: Ids) -> BlockFacts:
         """What is known of these blocks."""

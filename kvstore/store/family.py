@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvstore.lease import Lease, Pin
 from kvstore.onboard import READ_BYTES_MAX, Load, Part
-from kvstore.prefix_index.block_table import DRAM
+from kvstore.prefix_index.block_table import DRAM, NVME
 from kvstore.store.outcome import GONE, Outcome
 from kvstore.store.reading import Reading
 from kvstore.store.requests import Prompt
@@ -126,7 +126,8 @@ class Families(Reading):
         for shard in prompt.shards:
             shard.namespace.looked_up(shard.path.n_rows, n_blocks, self.clock.now_s())
         first = prompt.shards[0]
-        self.index.touch(reach.ids.T.reshape(-1), first.time_s, first.category)
+        use = first.use()
+        self.index.touch(reach.ids.T.reshape(-1), use)
         self.index.kin.link(reach.ids)
         for shard, shard_ids in zip(prompt.shards, reach.ids, strict=True):
             self._note_use(shard, shard_ids)
@@ -142,7 +143,7 @@ class Families(Reading):
         self.leases.add(lease)
         if self.hierarchy is not None:
             for shard_ids in reach.ids:
-                self.hierarchy.offloader.accessed(shard_ids)
+                self.hierarchy.offloader.accessed(self.index.admitted(shard_ids, use, NVME))
         return lease
 
     def family_pin(self, session_id: int, prompt: FamilyPrompt, ttl_s: float = 0.0) -> Pin:

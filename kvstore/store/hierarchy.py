@@ -18,6 +18,7 @@ from kvstore.offload import Offloader, WritePolicy
 from kvstore.onboard import Onboarder
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.room import RoomMaker
+from kvstore.store.lives import Lives
 from kvstore.store.namespaces import Namespaces, OpenNamespace
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme.tier import NvmeTier
@@ -65,9 +66,10 @@ class Hierarchy:
         self._unlisted: set[int] = set()
         self._retry_at_s = 0.0
         self._clock = clock
+        self._lives = Lives(index, nvme, clock)
         self.onboarder = Onboarder(index, dram, nvme, room, self._layout, jobs, counters, clock, write.io_timeout_s)
         self.offloader = Offloader(
-            index, dram, nvme, self._layout, self._number, jobs, counters, clock,
+            index, dram, nvme, self._layout, self._number, self._lives.until_s, jobs, counters, clock,
             write.policy, write.hits, write.queue_bytes(dram.capacity_bytes), write.io_timeout_s,
         )  # fmt: skip
         self.cleaner = Cleaner(index, self.offloader, counters, dram.capacity_bytes)
@@ -100,6 +102,7 @@ class Hierarchy:
             ordinals[known],
             now_s,
         )
+        self._lives.found(ids, found.until_s[known])
         return len(ids)
 
     def tick(self, now_s: float) -> None:
@@ -109,6 +112,7 @@ class Hierarchy:
                 del self._layouts[ordinal]
             self._unlisted.clear()
         self.onboarder.tick(now_s)
+        self._lives.renew()
         self.offloader.tick(now_s)
         if self._cleans:
             self.cleaner.clean()

@@ -19,6 +19,7 @@ from kvstore.onboard import Load, Part
 from kvstore.prefix_index.block_table import DRAM, NVME, Ids
 from kvstore.prefix_index.index import Inserted, Match, MissingParent
 from kvstore.prefix_index.parts import ANY_TIER, Span
+from kvstore.prefix_index.policy import Use
 from kvstore.store.outcome import GONE, Outcome
 from kvstore.store.parts import StoreParts
 from kvstore.store.requests import Prompt
@@ -106,7 +107,8 @@ class Hybrids(StoreParts):
             n_pending, load.why() if load is not None else GONE, max_blocks,
         ).count(self.counters)  # fmt: skip
         prompt.namespace.looked_up(prompt.path.n_rows, n_blocks, self.clock.now_s())
-        self._touch(found, prompt)
+        use = prompt.use()
+        self._touch(found, prompt, use)
         ids = held.ids
         if not len(ids):
             return Lease(0, tenant, 0.0, {}, ids, n_blocks, held.partial_tokens, n_tokens, n_pending)
@@ -120,7 +122,8 @@ class Hybrids(StoreParts):
         )  # fmt: skip
         self.leases.add(lease)
         if self.hierarchy is not None:
-            self.hierarchy.offloader.accessed(np.concatenate([found.path, *(span.ids for span in found.spans)]))
+            used = np.concatenate([found.path, *(span.ids for span in found.spans)])
+            self.hierarchy.offloader.accessed(self.index.admitted(used, use, NVME))
         return lease
 
     def hybrid_pin(self, session_id: int, prompt: Prompt, ttl_s: float) -> Pin:
@@ -154,14 +157,18 @@ class Hybrids(StoreParts):
     def _insert_parts(self, reservation: Reservation, first_row: int, slots: NDArray[np.int64]) -> Inserted:
         """Raises MissingParent when a block is not stored any more; nothing has changed then."""
         opened = self.namespaces.by_ordinal(reservation.namespace)
-        prompt = Prompt(opened, reservation.root_key, reservation.path, reservation.time_s, part=reservation.part)
+        prompt = Prompt(opened, reservation.root_key, reservation.path, reservation.use.now_s, part=reservation.part)
         path = self._stored_path(prompt)
         if len(path) < first_row + len(slots):
             raise MissingParent(f"blocks up to {len(path)} are stored, parts up to {first_row + len(slots)} were to be")
         new = self.index.parts.insert(
-            path, first_row, opened.rules[reservation.part - 1], slots, reservation.block_bytes,
-            reservation.time_s, reservation.category, reservation.namespace,
-        )  # fmt: skip
+            path,
+            first_row,
+            opened.rules[reservation.part - 1],
+            slots,
+            reservation.block_bytes,
+            reservation.use,
+        )
         return Inserted(*new)
 
     def _check_rows(self, prompt: Prompt, end_block: int) -> None:
@@ -206,11 +213,11 @@ class Hybrids(StoreParts):
             spans = []
         return HybridReach(path, partial_id, partial_tokens, held, tuple(spans))
 
-    def _touch(self, reach: HybridReach, prompt: Prompt) -> None:
+    def _touch(self, reach: HybridReach, prompt: Prompt, use: Use) -> None:
         """An access. Parts before blocks: under LRU, of one path, they go first, as they have to."""
         for span in reach.spans:
-            self.index.parts.touch(span.ids, prompt.time_s, prompt.category)
+            self.index.parts.touch(span.ids, use)
         whole = np.append(reach.path, reach.partial_id) if reach.partial_id >= 0 else reach.path
         if len(whole):
-            self.index.touch(whole, prompt.time_s, prompt.category)
+            self.index.touch(whole, use)
             self._note_use(prompt, whole)

@@ -43,7 +43,8 @@ class OpenNamespace:
     """A namespace that this daemon knows. ``ordinal`` is its number here, ``block_bytes`` what a block in the tree has.
 
     Of a hybrid one ``parts`` are those that its blocks have, each with its ``Stored`` in ``stored``; the block in the
-    tree is part 0, and ``rules`` say what a hit needs of the others. Otherwise ``stored`` has one entry.
+    tree is part 0, and ``rules`` say what a hit needs of the others. Otherwise ``stored`` has one entry. ``tenant`` is
+    the tenant's number here.
     """
 
     namespace: Namespace
@@ -51,6 +52,7 @@ class OpenNamespace:
     block_bytes: int
     ordinal: int
     stored: tuple[Stored, ...]
+    tenant: int
     parts: tuple[Part, ...] = ()
     rules: tuple[Rule, ...] = ()
     n_lookups: int = 0
@@ -100,6 +102,7 @@ class Namespaces:
     def __init__(self) -> None:
         self._by_digest: dict[bytes, OpenNamespace] = {}
         self._ordinals: dict[bytes, int] = {}
+        self._tenants: dict[str, int] = {}
         self._digests: list[bytes] = []
         self._by_ordinal: dict[int, OpenNamespace] = {}
         self._noted: dict[bytes, str] = {}
@@ -158,10 +161,11 @@ class Namespaces:
 
     def _described(self, namespace: Namespace, digest: bytes) -> OpenNamespace:
         spec, plain = namespace.spec, namespace.to_dict()
+        tenant = self._tenants.setdefault(namespace.tenant, len(self._tenants))
         parts = parts_of(spec)
         if not parts:
             whole = Stored(self.ordinal(digest), digest, spec, json.dumps(plain))
-            return OpenNamespace(namespace, digest, spec.block_bytes, whole.ordinal, (whole,))
+            return OpenNamespace(namespace, digest, spec.block_bytes, whole.ordinal, (whole,), tenant)
         stored = tuple(
             Stored(
                 self.ordinal(part.digest(digest)), part.digest(digest), part.spec,
@@ -170,7 +174,7 @@ class Namespaces:
             for part in parts
         )  # fmt: skip
         rules = tuple(Rule(part.number, part.window_blocks, part.is_state) for part in parts[1:])
-        return OpenNamespace(namespace, digest, parts[0].block_bytes, stored[0].ordinal, stored, parts, rules)
+        return OpenNamespace(namespace, digest, parts[0].block_bytes, stored[0].ordinal, stored, tenant, parts, rules)
 
     def get(self, digest: bytes) -> OpenNamespace | None:
         """The open namespace with this digest."""

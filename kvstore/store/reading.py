@@ -9,7 +9,7 @@ import numpy as np
 from kvstore.errors import BadInputError, EndedError
 from kvstore.lease import Lease
 from kvstore.onboard import Load, Part
-from kvstore.prefix_index.block_table import DRAM
+from kvstore.prefix_index.block_table import DRAM, NVME
 from kvstore.prefix_index.index import Match
 from kvstore.store.hybrid import Hybrids
 from kvstore.store.outcome import Outcome, unused
@@ -85,8 +85,9 @@ class Reading(Hybrids):
             prompt.path.n_rows, n_blocks, n_tokens, n_nvme, prompt.namespace.token_bytes, n_unused, why, max_blocks
         ).count(self.counters)
         prompt.namespace.looked_up(prompt.path.n_rows, n_blocks, self.clock.now_s())
+        use = prompt.use()
         if len(reach.ids):
-            self.index.touch(reach.ids, prompt.time_s, prompt.category)
+            self.index.touch(reach.ids, use)
             self._note_use(prompt, reach.ids)
         if not len(wanted):
             return Lease(
@@ -101,7 +102,7 @@ class Reading(Hybrids):
         )  # fmt: skip
         self.leases.add(lease)
         if self.hierarchy is not None:
-            self.hierarchy.offloader.accessed(reach.ids)
+            self.hierarchy.offloader.accessed(self.index.admitted(reach.ids, use, NVME))
         return lease
 
     def attach(

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError
 from kvstore.hints import Hints
+from kvstore.prefix_index.policy import Use
 from kvstore.prefix_index.rows import RowPath
 from kvstore.store.namespaces import OpenNamespace
 
@@ -35,11 +36,25 @@ class Prompt(NamedTuple):
     @property
     def n_prompt_rows(self) -> int:
         """Leading rows of the path without a generated token; a short last one if all of it is prompt."""
-        path, block_tokens = self.path, self.namespace.namespace.spec.block_tokens
-        n_tokens = path.n_full_rows * block_tokens + path.tail_tokens
-        if self.n_prompt_tokens is None or self.n_prompt_tokens >= n_tokens:
-            return path.n_rows
-        return self.n_prompt_tokens // block_tokens
+        if self.n_prompt_tokens is None or self.n_prompt_tokens >= self.n_tokens:
+            return self.path.n_rows
+        return self.n_prompt_tokens // self.namespace.namespace.spec.block_tokens
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that the rows stand for, generated ones included; of hashes each counts as a whole block."""
+        return self.path.n_full_rows * self.namespace.namespace.spec.block_tokens + self.path.tail_tokens
+
+    def use(self, namespace: int | None = None) -> Use:
+        """What policies see of the request. ``namespace``: the number of what is used, if not of whole blocks."""
+        n_tokens, opened = self.n_tokens, self.namespace
+        n_prompt = n_tokens if self.n_prompt_tokens is None else min(self.n_prompt_tokens, n_tokens)
+        n_output = self.hints.output_tokens if self.hints is not None else 0
+        return Use(
+            self.time_s, n_prompt, n_output or n_tokens - n_prompt, self.hints,
+            opened.ordinal if namespace is None else namespace,
+            opened.tenant, opened.namespace.spec.block_tokens, self.category,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -77,7 +79,7 @@ class Writing(Hybrids):
             root_key=prompt.root_key, path=path,
             slot_bytes=slot_bytes, block_bytes=stored.block_bytes,
             first_block=first_block, n_present=n_present, n_wanted=n_missing, prefix_ids=held, skipped_reason=reason,
-            time_s=prompt.time_s, category=prompt.category, part=prompt.part, root=prompt.root, hints=prompt.hints,
+            use=prompt.use(stored.ordinal), part=prompt.part, root=prompt.root,
         )  # fmt: skip
         self.reservations.add(reservation)
         # What is there is stored again, although it is not written again and whatever becomes of the rest. A part that
@@ -179,7 +181,9 @@ class Writing(Hybrids):
         else:
             whole_path = self._path_to(reservation, inserted.ids)
             # No access more: the insertion counts for new blocks, the lookup before it for the others.
-            self.index.touch(whole_path, reservation.time_s, reservation.category, is_access=False)
+            self.index.touch(whole_path, replace(reservation.use, is_again=True))
+            if reservation.use.output_tokens:
+                self.index.ended(whole_path, reservation.use)
             self.kinship.stored(
                 reservation.namespace, reservation.root, reservation.path, first_row, inserted.ids, inserted.is_new
             )
@@ -191,29 +195,28 @@ class Writing(Hybrids):
         self.counters.add("committed_bytes", len(fresh) * reservation.block_bytes)
         self.counters.add("duplicate_blocks", n_duplicate)
         if self.hierarchy is not None:
-            self.hierarchy.offloader.accessed(whole_path)
+            self.hierarchy.offloader.accessed(self.index.admitted(whole_path, reservation.use, NVME))
         return Commit(len(fresh), n_duplicate)
 
     def _note_stored(self, reservation: Reservation, path: Ids, inserted: Inserted | None = None) -> None:
         """Write down what the request says about the blocks of its prompt, the last of which were just stored."""
         hints = self.index.hints
-        if reservation.hints is None and not hints.has_ttl:
+        if reservation.use.hints is None and not hints.has_ttl:
             return
         is_new = np.zeros(len(path), np.bool_)
         if inserted is not None and len(inserted.ids):
             is_new[len(path) - len(inserted.ids) :] = inserted.is_new
         now_s, namespace = self.clock.now_s(), self.namespaces.by_ordinal(reservation.namespace)
-        hints.stored(path, is_new, namespace.ordinal, reservation.hints, now_s, reservation.time_s)
+        hints.stored(path, is_new, namespace.ordinal, reservation.use.hints, now_s, reservation.use.now_s)
         if not reservation.part and (inserted is None or not reservation.n_present):  # once a request
-            self.counters.add("hinted_requests", reservation.hints is not None)
+            self.counters.add("hinted_requests", reservation.use.hints is not None)
 
     def _insert(self, reservation: Reservation, first_row: int, slots: NDArray[np.int64]) -> Inserted:
         if reservation.part:
             return self._insert_parts(reservation, first_row, slots)
         return self.index.insert(
-            reservation.root_key, reservation.path, first_row, slots, reservation.block_bytes,
-            reservation.time_s, reservation.category, reservation.namespace,
-        )  # fmt: skip
+            reservation.root_key, reservation.path, first_row, slots, reservation.block_bytes, reservation.use
+        )
 
     def _path_to(self, reservation: Reservation, ids: Ids) -> Ids:
         """Blocks of a prompt up to ``ids``, which were just stored."""

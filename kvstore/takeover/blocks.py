@@ -13,6 +13,7 @@ from kvstore.errors import BadInputError, IntegrityError, UnavailableError
 from kvstore.logs import about
 from kvstore.prefix_index.block_table import DRAM
 from kvstore.prefix_index.index import PrefixIndex
+from kvstore.prefix_index.policy import Use
 from kvstore.takeover.estate import Estate, read_estate
 from kvstore.takeover.keeper import Keeper
 from kvstore.takeover.link import HolderLink
@@ -80,7 +81,7 @@ def _insert(
             labels.keys[at], labels.parents[at], slots[at], labels.size_bytes[at], ordinals[at], now_s, DRAM
         )
         dram.set_tags(slots[at], ids.astype(np.int64))
-        index.touch(ids[np.argsort(-labels.ranks[at], kind="stable")], now_s)
+        index.touch(ids[np.argsort(-labels.ranks[at], kind="stable")], Use(now_s))
     return at
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.errors import ProtocolError
 from kvstore.wire.framing import decode
@@ -118,25 +117,10 @@ class Span(NamedTuple):
     n_bytes: int
     block_bytes: int
 
-    def pieces(self) -> tuple[slice, NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
-        """The blocks it touches; of each where it starts in the block, where in this span, and how many bytes."""
-        first, last = self.offset // self.block_bytes, (self.offset + self.n_bytes - 1) // self.block_bytes
-        starts = np.arange(first, last + 1, dtype=np.uint64) * np.uint64(self.block_bytes)
-        begin = np.maximum(starts, np.uint64(self.offset))
-        end = np.minimum(starts + np.uint64(self.block_bytes), np.uint64(self.offset + self.n_bytes))
-        return slice(first, last + 1), begin - starts, begin - np.uint64(self.offset), end - begin
-
     @property
-    def ended(self) -> slice:
-        """The blocks whose last byte is in it."""
-        return slice(self.offset // self.block_bytes, (self.offset + self.n_bytes) // self.block_bytes)
-
-    @property
-    def n_whole(self) -> int:
-        """How many of those it has all bytes of."""
-        first_whole = -(-self.offset // self.block_bytes)
-        end = (self.offset + self.n_bytes) // self.block_bytes
-        return max(end - first_whole, 0)
+    def n_ended(self) -> int:
+        """How many blocks have their last byte in it."""
+        return (self.offset + self.n_bytes) // self.block_bytes - self.offset // self.block_bytes
 
     @classmethod
     def cut(cls, start: int, end: int, block_bytes: int, message_bytes_max: int) -> Iterator[Self]:

@@ -128,7 +128,7 @@ class Extra(_message.Message):
     def __init__(self, start_token: _Optional[int] = ..., n_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class Hints(_message.Message):
-    __slots__ = ("request_type", "turn", "session_id", "expected_reuse", "ttl_s", "priority", "no_reuse")
+    __slots__ = ("request_type", "turn", "session_id", "expected_reuse", "ttl_s", "priority", "no_reuse", "output_tokens")
     REQUEST_TYPE_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,7 @@ class Hints(_message.Message):
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     NO_REUSE_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_type: str
     turn: int
     session_id: str
@@ -143,7 +144,8 @@ class Hints(_message.Message):
     ttl_s: float
     priority: int
     no_reuse: bool
-    def __init__(self, request_type: _Optional[str] = ..., turn: _Optional[int] = ..., session_id: _Optional[str] = ..., expected_reuse: _Optional[float] = ..., ttl_s: _Optional[float] = ..., priority: _Optional[int] = ..., no_reuse: bool = ...) -> None: ...
+    output_tokens: int
+    def __init__(self, request_type: _Optional[str] = ..., turn: _Optional[int] = ..., session_id: _Optional[str] = ..., expected_reuse: _Optional[float] = ..., ttl_s: _Optional[float] = ..., priority: _Optional[int] = ..., no_reuse: bool = ..., output_tokens: _Optional[int] = ...) -> None: ...
 
 class Prompt(_message.Message):
     __slots__ = ("namespace", "rows", "salt", "lora", "extras", "policy_time_s", "category", "hints", "shards", "n_prompt_tokens", "prompt_only", "part")
@@ -496,7 +498,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("numbers", "texts")
+    __slots__ = ("numbers", "texts", "bounds_s", "latencies")
     class NumbersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -513,21 +515,41 @@ class StatsReply(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     TEXTS_FIELD_NUMBER: _ClassVar[int]
+    BOUNDS_S_FIELD_NUMBER: _ClassVar[int]
+    LATENCIES_FIELD_NUMBER: _ClassVar[int]
     numbers: _containers.ScalarMap[str, float]
     texts: _containers.ScalarMap[str, str]
-    def __init__(self, numbers: _Optional[_Mapping[str, float]] = ..., texts: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    bounds_s: bytes
+    latencies: _containers.RepeatedCompositeFieldContainer[Latency]
+    def __init__(self, numbers: _Optional[_Mapping[str, float]] = ..., texts: _Optional[_Mapping[str, str]] = ..., bounds_s: _Optional[bytes] = ..., latencies: _Optional[_Iterable[_Union[Latency, _Mapping]]] = ...) -> None: ...
+
+class Latency(_message.Message):
+    __slots__ = ("method", "waited", "counts", "total_s")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    waited: bool
+    counts: bytes
+    total_s: float
+    def __init__(self, method: _Optional[str] = ..., waited: bool = ..., counts: _Optional[bytes] = ..., total_s: _Optional[float] = ...) -> None: ...
 
 class NamespaceFilter(_message.Message):
-    __slots__ = ("name", "digest_prefix", "model", "revision")
+    __slots__ = ("name", "digest_prefix", "model", "revision", "tp_rank", "pp_rank")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_PREFIX_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    TP_RANK_FIELD_NUMBER: _ClassVar[int]
+    PP_RANK_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest_prefix: str
     model: str
     revision: str
-    def __init__(self, name: _Optional[str] = ..., digest_prefix: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ...) -> None: ...
+    tp_rank: int
+    pp_rank: int
+    def __init__(self, name: _Optional[str] = ..., digest_prefix: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., tp_rank: _Optional[int] = ..., pp_rank: _Optional[int] = ...) -> None: ...
 
 class NamespacesRequest(_message.Message):
     __slots__ = ("filter", "all_tenants")
@@ -704,18 +726,22 @@ class ClaimsReply(_message.Message):
     def __init__(self, sessions: _Optional[_Iterable[_Union[SessionInfo, _Mapping]]] = ..., claims: _Optional[_Iterable[_Union[ClaimInfo, _Mapping]]] = ..., truncated: bool = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("after_seq", "from_now", "wait_s", "max_events", "all_tenants")
+    __slots__ = ("after_seq", "from_now", "wait_s", "max_events", "all_tenants", "filter", "kinds")
     AFTER_SEQ_FIELD_NUMBER: _ClassVar[int]
     FROM_NOW_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     MAX_EVENTS_FIELD_NUMBER: _ClassVar[int]
     ALL_TENANTS_FIELD_NUMBER: _ClassVar[int]
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
     after_seq: int
     from_now: bool
     wait_s: float
     max_events: int
     all_tenants: bool
-    def __init__(self, after_seq: _Optional[int] = ..., from_now: bool = ..., wait_s: _Optional[float] = ..., max_events: _Optional[int] = ..., all_tenants: bool = ...) -> None: ...
+    filter: NamespaceFilter
+    kinds: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, after_seq: _Optional[int] = ..., from_now: bool = ..., wait_s: _Optional[float] = ..., max_events: _Optional[int] = ..., all_tenants: bool = ..., filter: _Optional[_Union[NamespaceFilter, _Mapping]] = ..., kinds: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class EventBatch(_message.Message):
     __slots__ = ("time_s", "kind", "tier", "reason", "namespace", "seqs", "keys", "parents", "n_tokens", "last")

@@ -41,7 +41,10 @@ def test_every_figure_is_there_and_can_be_shown(
     assert [(row["name"], row["block_bytes"]) for row in plain["rows"]] == [
         (name, size) for size in SMALL.block_sizes for name in ("put", "get_into")
     ]
-    assert all(row["ratio"] > 0 and row["gb_per_s"] > 0 for row in plain["rows"])
+    assert [(row["name"], row["gb_per_s"]) for row in plain["landed"]] == [
+        (row["name"], row["gb_per_s"]) for row in plain["rows"]
+    ]
+    assert all(row["ratio"] > 0 and row["gb_per_s"] > 0 for row in plain["rows"] + plain["landed"])
     assert {latency["n"] for latency in plain["calls"].values()} == {4}
     crowd = plain["crowd"]
     assert (crowd["clients"], crowd["n_calls"], crowd["n_lost"], crowd["mismatches"]) == (5, 30, 0, 0)
@@ -84,6 +87,11 @@ def test_the_bare_server_moves_all_its_chunks(tmp_path: Path) -> None:
         assert client.read_s() > 0
         assert client.write_s() > 0
         assert client.echo_s(b"x") > 0
+        client.place[:] = 0
+        assert client.read_landed_s() > 0
+        assert client.place.tobytes() == b"".join(client._chunks)
+        assert client.write_landed_s() > 0
+        assert client._land(iter([b"abc", b"de"])) == b"5"
         assert [len(chunk) for chunk in client._read(b"")] == [100_000] * 3
         assert client._write(iter([b"abc", b"de"])) == b"5"
 

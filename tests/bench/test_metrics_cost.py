@@ -20,7 +20,8 @@ from kvstore.config import MetricsOptions
 from kvstore.errors import BadInputError, IntegrityError
 
 MIB = 1 << 20
-SMALL = MetricsCostOptions(pairs=3, block_bytes=16 << 10, batch_bytes=MIB, reads=2, leases=5)
+SMALL = MetricsCostOptions(pairs=3, block_bytes=16 << 10, batch_bytes=MIB, reads=2, leases=5, scrape_every_s=0.02)
+RATIOS = ("ratio", "ratio_low")
 StartDaemon = Callable[..., str]
 
 
@@ -30,7 +31,7 @@ def test_every_figure_is_there_and_can_be_shown(
     port = free_port()
     on = start_daemon(SMALL.dram_bytes, metrics=MetricsOptions(f"127.0.0.1:{port}"))
     figures = run(SMALL, on, start_daemon(SMALL.dram_bytes), port)
-    wanted = {f"{what}_{name}" for what in ("read", "lease") for name in ("ratio", "ratio_low")}
+    wanted = {f"{what}_{name}" for what in ("read", "lease", "read_steady", "lease_steady") for name in RATIOS}
     wanted |= {"read_on_gb_per_s", "read_off_gb_per_s", "lease_on_us", "lease_off_us", "lease_on_p99_us"}
     assert wanted | {"lease_off_p99_us", "scrape_ms", "scrape_bytes", "observe_ns", "pairs"} == set(figures)
     assert all(value > 0 for value in json.loads(json.dumps(figures)).values())
@@ -42,15 +43,17 @@ def test_every_figure_is_there_and_can_be_shown(
 
 def test_wrong_bytes_are_found(start_daemon: StartDaemon) -> None:
     with _Side(start_daemon(SMALL.dram_bytes), SMALL) as side:
-        assert side.read_s() > 0
+        assert side.measure_s("read", 2) > 0
         side._blocks = np.zeros_like(side._blocks)
         with pytest.raises(IntegrityError, match="other bytes"):
-            side.read_s()
+            side.measure_s("read", 2)
 
 
 def test_options_that_measure_nothing_are_refused() -> None:
     with pytest.raises(BadInputError, match="pairs is 0"):
         MetricsCostOptions(pairs=0)
+    with pytest.raises(BadInputError, match="scrape_every_s is 0"):
+        MetricsCostOptions(scrape_every_s=0)
 
 
 def test_too_few_pairs_are_refused_by_the_command() -> None:

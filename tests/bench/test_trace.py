@@ -231,7 +231,7 @@ def trace_or_none(path: Path) -> Trace | None:
         return None if str(path) in str(error) else pytest.fail(f"the file is not named: {error}")
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=FILES, cut=st.integers(0, 300))
 def test_any_bytes_are_a_trace_or_a_trace_error(tmp_path: Path, data: bytes, cut: int) -> None:
     path = tmp_path / "fuzz"

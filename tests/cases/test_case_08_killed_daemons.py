@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvstore.client import Client
 from kvstore.types import KVSpec, Namespace
 from tests.cases.processes import DaemonProcess
+from tests.shared_memory import shared_memory_files
 
 BLOCK_BYTES, BLOCK_TOKENS, N = 32768, 16, 4
 NAMESPACE = Namespace("m", KVSpec.opaque(BLOCK_TOKENS, BLOCK_BYTES))
@@ -70,11 +71,6 @@ def check_all(daemon: DaemonProcess, durable: dict[int, int]) -> None:
             n = ns.get_into(prompt(number), into).n_blocks
             assert n >= n_durable
             assert (into[:n] == content(number)[:n]).all()
-
-
-def shared_memory_files() -> set[str]:
-    """But for semaphores, which other processes of Python make and remove all the time."""
-    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}  # noqa: S108
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import pytest
 from kvstore.cli.daemon_process import own_daemon
 from kvstore.cli.nvme_place import kept_in_memory
 from kvstore.errors import ConfigError
+from tests.shared_memory import FOLDER, OF_TESTS
 
 REPORT_KEYS = {
     "requests", "block_accesses", "unique_blocks", "block_hit_ratio", "token_hit_ratio", "any_hit_ratio", "tiers",
@@ -194,7 +195,7 @@ def test_status_shows_two_tiers_in_groups(tmp_path: Path) -> None:
 
 def test_a_directory_in_memory_is_warned_of(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """``/dev/shm`` is a tmpfs on every Linux; what the tests use need not be a disk."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+    with tempfile.TemporaryDirectory(dir=FOLDER, prefix=OF_TESTS) as folder:
         assert kept_in_memory(Path(folder)) == "tmpfs"
         arguments = ["--dram", "8MiB", "--nvme-dir", folder, "--nvme", "32MiB"]
         with own_daemon(arguments, tmp_path / "d.sock"):

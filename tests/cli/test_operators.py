@@ -209,6 +209,11 @@ def test_ranks_of_one_model_are_told_apart_and_cleared_one_by_one(kvstore: Comma
     assert f"{ranks[1].digest().hex()[:12]} {model}@{revision} tp 1/2" in said
     done = kvstore.json("clear", "--digest", ranks[1].digest().hex()[:12], "--yes")
     (gone,) = done["namespaces"]
+    assert [each["n_blocks"] for each in kvstore.json("inspect", "namespaces", "--shard", "tp=0")] == [2]
+    assert kvstore.json("inspect", "namespaces", "--shard", "tp=0,pp=1") == []
+    for wrong in ("1", "tp=x", "tp=1,tp=0", "dp=0", "tp=70000"):
+        said = kvstore("inspect", "namespaces", "--shard", wrong, code=2).stderr
+        assert "is no rank of a shard" in " ".join(said.split())
     assert (Namespace.from_dict(gone["namespace"]), gone["n_blocks"]) == (ranks[1], 2)
     assert client.open(ranks[0]).match(prompt(2)).n_blocks == 2
 
@@ -233,7 +238,10 @@ def test_warm_reads_prompts_from_nvme(kvstore: Command, client: Client, start_da
         assert other.open(NAMESPACE).match(prompt(3, 1)).n_dram_blocks == 3
     assert kvstore.json("warm", file, "--limit", "1")["loaded_blocks"] == 0
     assert "5" in kvstore("warm", file).stdout
-    assert "no prompt" in kvstore("warm", kvstore.tokens("none.jsonl"), code=2).stderr
+    more = kvstore.tokens("more.npy", prompt(2, 2))
+    assert kvstore.json("warm", file, more)["prompts"] == 4
+    assert kvstore.json("warm", more, file, "--limit", "1")["found_blocks"] == 5
+    assert "no prompt" in kvstore("warm", file, kvstore.tokens("none.jsonl"), code=2).stderr
 
 
 def test_watch_prints_a_line_per_event(kvstore: Command, client: Client) -> None:
@@ -252,6 +260,20 @@ def test_watch_prints_a_line_per_event(kvstore: Command, client: Client) -> None
     assert kvstore("watch", "--for", "0.05").stdout == ""
 
 
+def test_watch_of_some_kinds_and_namespaces(kvstore: Command, client: Client) -> None:
+    after = ("--after", str(client.watch().seq), "--for", "0.05")
+    store(client, NAMESPACE, 1)
+    store(client, OTHER, 2)
+
+    def seen(*arguments: str) -> list[Any]:
+        return [json.loads(line) for line in kvstore("watch", *after, *arguments).stdout.splitlines()]
+
+    assert [each["kind"] for each in seen("--kind", "moved", "--kind", "removed")] == ["moved"] * 3, "to NVMe"
+    assert [each["namespace"] for each in seen("--kind", "stored", "--model", "llama")] == [NAMESPACE.digest().hex()]
+    assert seen("--shard", "tp=1") == []
+    assert "'gone' is not one of" in kvstore("watch", "--kind", "gone", code=2).stderr
+
+
 def test_top_once(kvstore: Command, client: Client) -> None:
     store(client, NAMESPACE, 3)
     client.open(NAMESPACE).lease(prompt(3)).release()
@@ -260,9 +282,17 @@ def test_top_once(kvstore: Command, client: Client) -> None:
     assert seen["tiers"]["nvme"]["used_bytes"] >= 3 * 8192
     assert set(seen["rates"]) >= {"hit_blocks_per_s", "evicted_blocks_per_s", "stored_bytes_per_s"}
     assert [each["n_hit_blocks"] for each in seen["namespaces"]] == [3]
+    assert all(isinstance(seen[name], int) for name in ("sessions", "leases", "blocks"))
+    (stats,) = (each for each in seen["latencies"] if (each["method"], each["waited"]) == ("stats", False))
+    assert 0 < stats["p50_s"] <= stats["p99_s"]
+    status = kvstore.json("status")
+    assert isinstance(status["dram_used_bytes"], int)
+    assert isinstance(status["lookups"], int)
+    assert isinstance(status["uptime_s"], float)
     text = kvstore("top", "--once", "--interval", "0.1").stdout
     assert "DRAM" in text
     assert "llama@r1" in text
+    assert "p99" in text
 
 
 def test_verify_a_directory_and_repair_it(kvstore: Command, client: Client) -> None:

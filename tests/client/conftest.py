@@ -20,11 +20,13 @@ from typing import Any, Protocol
 
 import pytest
 
-from kvstore.client import Client
+from kvstore.client import Client, NamespaceHandle
 from kvstore.clock import ManualClock
 from kvstore.config import DaemonConfig, GrpcOptions
 from kvstore.embedded import Embedded
+from kvstore.types import Namespace
 from tests.client.on_a_loop import loop_clients
+from tests.client.scene import spec_of
 
 TIMEOUT_S = 5.0
 
@@ -152,3 +154,8 @@ def connect(place: Place) -> Connect:
 def client(connect: Connect) -> Iterator[Client]:
     with connect() as connected:
         yield connected
+
+
+@pytest.fixture
+def ns(client: Client) -> NamespaceHandle:
+    return client.open(Namespace("model", spec_of()))

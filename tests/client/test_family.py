@@ -207,7 +207,7 @@ def test_hints_are_of_every_shard(family: FamilyHandle, client: Client) -> None:
 
 def test_pins_keep_every_shard(family: FamilyHandle) -> None:
     tokens = put(family, (3, 3))
-    pinned = family.pin(tokens)
+    pinned = family.pin(tokens, ttl_s=600.0)
     assert pinned.n_blocks == 3
     for seed in range(1, 200):  # 60 KiB each, into 8 MiB
         for rank in range(2):

@@ -50,6 +50,7 @@ def ns(client: Client) -> NamespaceHandle:
         ({"ttl_s": float("inf")}, "ttl_s is inf"),
         ({"ttl_s": "60"}, "ttl_s is '60'"),
         ({"no_reuse": 1}, "no_reuse is 1; it must be True or False"),
+        ({"output_tokens": -1}, "output_tokens is -1; it must be a whole number from 0"),
         ({"no_reuse": True, "expected_reuse": 1.0}, "no_reuse contradicts expected_reuse"),
     ],
 )

@@ -58,6 +58,11 @@ def test_grpc_on_a_unix_socket_needs_neither() -> None:
         ({"deadline_s_max": float("nan")}, ("grpc.deadline_s_max",), "--grpc-deadline-max is nan"),
         ({"calls_max": 0}, ("grpc.calls_max",), "--grpc-calls-max is 0"),
         (
+            {"calls_max": 8, "calls_per_token": 9},
+            ("grpc.calls_per_token", "grpc.calls_max"),
+            "--grpc-calls-per-token is 9; it must be from 1 to --grpc-calls-max, 8",
+        ),
+        (
             {"token_file": PEM},
             ("grpc.token_file", "grpc.listen"),
             "--grpc-token-file needs --grpc-listen: .* no effect",

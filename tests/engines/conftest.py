@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.bench.vllm_engine import Engine, Prompt
 from kvstore.client import Client
-from tests.engines.engine import Engine, Prompt
 from tests.engines.models import VOCABULARY, make_llama
 
 WAIT_S = 60.0

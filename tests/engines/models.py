@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, DeepseekV2Config, Gemma3TextConfig, LlamaConfig, PreTrainedTokenizerFast
 
 VOCABULARY = 512
 CONTEXT = 4096
@@ -41,6 +43,22 @@ def make_gemma(folder: Path, window_tokens: int, seed: int = 0) -> Path:
     return _save(config, folder, seed)
 
 
+def make_deepseek(folder: Path, seed: int = 0) -> Path:
+    """A DeepSeek V2 with latent attention (MLA) and no experts."""
+    config = DeepseekV2Config(
+        **{name: value for name, value in _SHAPE.items() if name not in ("head_dim", "num_key_value_heads")},
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,  # with the next but one the only size that vLLM has for CPUs
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+        first_k_dense_replace=_SHAPE["num_hidden_layers"],
+        n_routed_experts=1,
+    )
+    return _save(config, folder, seed)
+
+
 def make_lora(folder: Path, base: Path, seed: int) -> Path:
     """An adapter of the attention's projections, strong enough to change every token."""
     shape = json.loads((base / "config.json").read_text())
@@ -58,6 +76,24 @@ def make_lora(folder: Path, base: Path, seed: int) -> Path:
     facts = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(wide), "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps({**facts, "task_type": "CAUSAL_LM"}))
     return folder
+
+
+def add_tokenizer(model: Path) -> Path:
+    """A tokenizer of as many tokens, from bytes up, so that the model can be given text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(topics.values(), trainer)
+    make: Any = PreTrainedTokenizerFast
+    fast = make(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")  # noqa: S106
+    fast.save_pretrained(model)
+    return model
 
 
 def change_one_weight(model: Path) -> None:

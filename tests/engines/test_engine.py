@@ -12,10 +12,10 @@ from vllm import SamplingParams
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 
+from kvstore.bench.vllm_engine import BLOCK_TOKENS, Engine, Prompt, transfer_config
 from kvstore.engine_adapter.vllm import KVStoreConnector
 from kvstore.errors import ConfigError
 from tests.engines.conftest import DaemonProcess, tokens
-from tests.engines.engine import BLOCK_TOKENS, Engine, Prompt, transfer_config
 from tests.engines.models import VOCABULARY
 
 StartEngine = Callable[..., Engine]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.bench.vllm_engine import BLOCK_TOKENS, Engine, Prompt
 from kvstore.engine_adapter.vllm.worker import WorkerSide
 from tests.engines.conftest import DaemonProcess, tokens
-from tests.engines.engine import BLOCK_TOKENS, Engine, Prompt
 
 StartEngine = Callable[..., Engine]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.bench.vllm_engine import BLOCK_TOKENS, Engine, Prompt
 from tests.engines.conftest import DaemonProcess, tokens
-from tests.engines.engine import BLOCK_TOKENS, Engine, Prompt
 
 StartEngine = Callable[..., Engine]
 

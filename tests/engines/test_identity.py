@@ -1,10 +1,8 @@
-"""What is not the same never hits: adapters, salts, weights, number formats, block sizes."""
+"""What names weights, configs and adapters (that what differs never hits: test_cases.py)."""
 
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,72 +14,7 @@ from kvstore.engine_adapter.vllm.guard import Guard
 from kvstore.engine_adapter.vllm.loras import LoraIdentities
 from kvstore.engine_adapter.vllm.weights import config_digest, weights_id
 from kvstore.errors import ConfigError
-from tests.engines.conftest import DaemonProcess, tokens
-from tests.engines.engine import BLOCK_TOKENS, Engine
-from tests.engines.models import change_one_weight, make_lora
-
-StartEngine = Callable[..., Engine]
-
-PROMPT = tokens(300, 11)
-HIT_BLOCKS = 299 // BLOCK_TOKENS
-
-
-def loaded(engine: Engine, **how: Any) -> tuple[list[int], float]:
-    """The prompt's tokens, and how many blocks came from the store for it."""
-    before = engine.counters.get("load_blocks", 0)
-    (said,) = engine.generate([PROMPT], **how)
-    engine.drain()
-    engine.forget()
-    return said, engine.counters.get("load_blocks", 0) - before
-
-
-def test_adapters_and_salts_never_hit_each_other(
-    daemon: DaemonProcess, llama: Path, tmp_path: Path, start_engine: StartEngine
-) -> None:
-    one = LoRARequest("one", 1, str(make_lora(tmp_path / "one", llama, 1)))
-    two = LoRARequest("two", 2, str(make_lora(tmp_path / "two", llama, 2)))
-    ways: list[dict[str, Any]] = [
-        {},
-        {"lora": one},
-        {"lora": two},
-        {"salt": "a"},
-        {"salt": "b"},
-        {"lora": one, "salt": "a"},
-    ]
-    engine = start_engine(llama, daemon.socket, enable_lora=True, max_lora_rank=8, max_loras=2)
-    first = [loaded(engine, **way) for way in ways]
-    assert [n for _, n in first] == [0] * len(ways)
-    assert len({tuple(said) for said, _ in first[:3]}) == 3
-    assert [loaded(engine, **way) for way in ways] == [(said, HIT_BLOCKS) for said, _ in first]
-
-
-def test_an_adapter_of_the_same_name_with_other_weights_does_not_hit(
-    daemon: DaemonProcess, llama: Path, tmp_path: Path, start_engine: StartEngine
-) -> None:
-    path = tmp_path / "adapter"
-    settings = {"enable_lora": True, "max_lora_rank": 8}
-    make_lora(path, llama, 1)
-    said, _ = loaded(start_engine(llama, daemon.socket, **settings), lora=LoRARequest("same", 1, str(path)))
-    make_lora(path, llama, 2)
-    other, n = loaded(start_engine(llama, daemon.socket, **settings), lora=LoRARequest("same", 1, str(path)))
-    assert (n, other != said) == (0, True)
-    make_lora(path, llama, 1)
-    assert loaded(start_engine(llama, daemon.socket, **settings), lora=LoRARequest("same", 1, str(path))) == (
-        said,
-        HIT_BLOCKS,
-    )
-
-
-def test_other_weights_formats_and_blocks_do_not_hit(
-    daemon: DaemonProcess, llama: Path, tmp_path: Path, start_engine: StartEngine
-) -> None:
-    said, _ = loaded(start_engine(llama, daemon.socket))
-    copied = Path(shutil.copytree(llama, tmp_path / llama.name))
-    assert loaded(start_engine(copied, daemon.socket)) == (said, HIT_BLOCKS)
-    for changes in ({"dtype": "bfloat16"}, {"block_size": 64}, {"hf_overrides": {"rms_norm_eps": 1e-3}}):
-        assert loaded(start_engine(llama, daemon.socket, **changes))[1] == 0, changes
-    change_one_weight(copied)
-    assert loaded(start_engine(copied, daemon.socket))[1] == 0
+from tests.engines.models import make_lora
 
 
 def test_weights_are_told_apart_by_every_byte(tmp_path: Path) -> None:

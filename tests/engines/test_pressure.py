@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
 
+from kvstore.bench.vllm_engine import BLOCK_TOKENS, Engine, Prompt
 from tests.engines.conftest import DaemonProcess, tokens
-from tests.engines.engine import BLOCK_TOKENS, Engine, Prompt
 
 StartEngine = Callable[..., Engine]
 
@@ -128,39 +127,6 @@ def test_a_request_does_not_wait_for_nvme_beyond_its_time(
     engine = start_engine(llama, daemon.socket, {"pending_wait_s": 0})
     assert engine.generate(prompts[-1:]) == expected[-1:]
     assert engine.counters["lookups_pending_too_long"] == 1
-
-
-def test_requests_that_are_aborted_leave_nothing_behind(
-    daemon: DaemonProcess, llama: Path, prompts: list[Prompt], expected: list[list[int]], start_engine: StartEngine
-) -> None:
-    """Aborted while they wait, load, compute and save, at every step of a few requests."""
-    engine = start_engine(llama, daemon.socket, max_num_batched_tokens=128, max_num_seqs=4)
-    llm_engine, core = engine.llm.llm_engine, engine.core
-    sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
-    n_blocks_free = core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    for n_steps in range(12):
-        for i in range(4):
-            llm_engine.add_request(f"{n_steps}-{i}", {"prompt_token_ids": prompts[-1 - i]}, sampling)
-        for _ in range(n_steps):
-            llm_engine.step()
-        core.abort_requests(list(core.scheduler.requests))
-        llm_engine.output_processor.abort_requests([f"{n_steps}-{i}" for i in range(4)], internal=False)
-        engine.drain()
-        if n_steps % 2:
-            engine.forget()
-        assert not core.scheduler.requests
-    assert core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == n_blocks_free
-    scheduler, worker = engine.scheduler_connector._scheduler, engine.worker_connector._worker
-    assert scheduler is not None
-    assert worker is not None
-    assert (scheduler._tracked, scheduler._orphans, scheduler._ended) == ({}, {}, set())
-    assert (worker._async_loads, worker._saves, worker._ended) == ({}, {}, set())
-    with daemon.client() as client:
-        stats = client.stats()
-    assert (stats["leases"], stats["reservations"]) == (0, 0)
-    engine.forget()
-    assert engine.generate(prompts) == expected
-    assert "errors" not in engine.counters
 
 
 def test_blocks_of_a_finished_request_stay_until_its_save_has_read_them(

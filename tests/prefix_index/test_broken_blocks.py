@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from kvstore.errors import IntegrityError
 from kvstore.prefix_index.block_table import DRAM, NVME
 from kvstore.prefix_index.index import MissingParent, PrefixIndex
-from kvstore.prefix_index.policy import make_policy
+from kvstore.prefix_index.policies import make_policy
+from kvstore.prefix_index.policy import Use
 from kvstore.prefix_index.rows import RowPath
 
 ROOT = b"r" * 16
@@ -24,7 +25,7 @@ PATH = path_of([1, 2, 3, 4, 5, 6])
 
 def on_nvme_only() -> tuple[PrefixIndex, NDArray[np.uint32]]:
     index = PrefixIndex(make_policy("lru"), reserve_blocks=16, nvme=True)
-    ids = index.insert(ROOT, PATH, 0, np.arange(3), 7, 0.0).ids
+    ids = index.insert(ROOT, PATH, 0, np.arange(3), 7, Use()).ids
     index.add_nvme(ids, np.arange(10, 13))
     assert not index.evict(3).gone.any()
     return index, ids
@@ -35,8 +36,8 @@ def test_what_is_behind_a_broken_block_is_not_found_and_is_back_after_a_repair()
     assert index.break_nvme(ids[1:2]).tolist() == [11]
     assert index.match(ROOT, PATH).ids.tolist() == [ids[0]]
     with pytest.raises(MissingParent):
-        index.insert(ROOT, PATH, 2, np.arange(1), 7, 0.0)
-    result = index.insert(ROOT, PATH, 1, np.array([5]), 7, 0.0)
+        index.insert(ROOT, PATH, 2, np.arange(1), 7, Use())
+    result = index.insert(ROOT, PATH, 1, np.array([5]), 7, Use())
     assert (result.ids.tolist(), result.is_new.tolist()) == ([ids[1]], [True])
     assert index.match(ROOT, PATH).ids.tolist() == ids.tolist()
     index.check()
@@ -76,7 +77,7 @@ def test_a_block_that_breaks_on_nvme_alone_stays_in_dram_and_is_written_again_be
     index.break_nvme(ids[:1])
     assert index.match(ROOT, PATH).ids.tolist() == ids.tolist()
     longer = path_of([1, 2, 3, 4, 5, 6, 7, 8])
-    new = index.insert(ROOT, longer, 3, np.arange(1), 7, 0.0).ids
+    new = index.insert(ROOT, longer, 3, np.arange(1), 7, Use()).ids
     assert index.chain_unpersisted(new).tolist() == [ids[0], *new], "what is on NVMe behind it could not be found again"
     index.add_nvme(ids[:1], np.array([20]))
     assert index.chain_unpersisted(new).tolist() == new.tolist()
@@ -118,7 +119,7 @@ def test_partial_matches_pass_over_broken_neighbours() -> None:
     ids = []
     for row in rows:
         path = RowPath.from_tokens([*row, 1, 1, 1, 1], 4)
-        ids.append(index.insert(ROOT, path, 0, np.arange(2), 7, 0.0).ids)
+        ids.append(index.insert(ROOT, path, 0, np.arange(2), 7, Use()).ids)
         index.add_nvme(ids[-1], np.arange(2))
     index.evict(100)
     asked = RowPath.from_tokens([5, 6, 7, 3], 4)

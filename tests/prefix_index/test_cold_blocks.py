@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from kvstore.errors import BadInputError, IntegrityError
 from kvstore.prefix_index.block_table import DRAM, NVME
 from kvstore.prefix_index.index import MissingParent, PrefixIndex
-from kvstore.prefix_index.policy import make_policy
+from kvstore.prefix_index.policies import make_policy
+from kvstore.prefix_index.policy import Use
 from kvstore.prefix_index.rows import RowPath
 from kvstore.types import ExtraKey
 
@@ -70,7 +71,7 @@ def test_facts_given_are_kept_and_the_order_given_is_the_order_of_eviction() -> 
     assert index.table.namespace[ids].tolist() == [0, 1, 2, 3, 4]
     assert index.table.last_use_s[ids].tolist() == [3.0] * 5
     assert index.parent_keys(ids).tobytes() == ROOT * 5
-    index.touch(index.match(ROOT, paths[1]).ids, 4.0)
+    index.touch(index.match(ROOT, paths[1]).ids, Use(4.0))
     index.pin(ids[2:3])
     evicted = index.evict_nvme(9)
     assert evicted.slots.tolist() == [100, 103, 104, 101]
@@ -188,8 +189,8 @@ def test_inserting_behind_cold_blocks_takes_them_in() -> None:
     path = path_of([1, 2, 3, 4, 5])
     ids = take_in(index, *chain_of(path_of([1, 2, 3, 4])))
     with pytest.raises(MissingParent):
-        index.insert(ROOT, path_of([9, 9, 8, 8]), 1, np.arange(1), 7, 0.0)
-    result = index.insert(ROOT, path, 1, np.array([5, 6]), 7, 0.0)
+        index.insert(ROOT, path_of([9, 9, 8, 8]), 1, np.arange(1), 7, Use())
+    result = index.insert(ROOT, path, 1, np.array([5, 6]), 7, Use())
     assert result.is_new.tolist() == [True, True], "the second block is on NVMe only: it takes the new slot"
     assert result.ids[0] == ids[1]
     assert (index.n_cold_blocks, index.n_dram_blocks, index.n_nvme_blocks) == (0, 2, 2)
@@ -252,7 +253,7 @@ def test_dram_kept_over_a_restart_needs_no_nvme(seed: int) -> None:
         source = PrefixIndex(make_policy("lru"), reserve_blocks=16)
         paths = [path_of([dice.randrange(3) for _ in range(dice.randrange(1, 16))]) for _ in range(12)]
         for path in paths:
-            source.insert(ROOT, path, 0, np.arange(path.n_rows), 7, 0.0)
+            source.insert(ROOT, path, 0, np.arange(path.n_rows), 7, Use())
         ids = source.table.alive()
         index = PrefixIndex(make_policy("lru"), reserve_blocks=16, nvme=nvme)
         take_in(index, source.table.key[ids], source.parent_keys(ids), DRAM)
@@ -260,7 +261,7 @@ def test_dram_kept_over_a_restart_needs_no_nvme(seed: int) -> None:
         while index.n_blocks:
             match = index.match(ROOT, dice.choice(paths))
             out.append((match.n_tokens, index.slots(match.ids).tolist()))
-            index.touch(match.ids[: dice.randrange(9)], 1.0)
+            index.touch(match.ids[: dice.randrange(9)], Use(1.0))
             index.check()
             left = dice.randrange(6)
             while left > 0:

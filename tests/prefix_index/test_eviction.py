@@ -20,45 +20,43 @@ from kvstore.errors import ConfigError, IntegrityError
 from kvstore.prefix_index import evictor as evictor_module
 from kvstore.prefix_index.block_table import At, BlockTable, Ids
 from kvstore.prefix_index.index import PrefixIndex
-from kvstore.prefix_index.policy import EvictionPolicy, LruPolicy, make_policy
+from kvstore.prefix_index.policies import make_policy
+from kvstore.prefix_index.policies.lru import LruPolicy
+from kvstore.prefix_index.policy import EvictionPolicy, Use
 from kvstore.prefix_index.rows import RowPath
 
 ROOT = b"r" * 16
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 
 
-class LotteryPolicy:
+class LotteryPolicy(EvictionPolicy):
     """Every access draws a new rank from a few values, so that order is arbitrary and ties are common."""
 
     name = "lottery"
-    version = 0
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.moved: dict[int, float] = {}
-        self.table: BlockTable
 
-    def attach(self, table: BlockTable) -> None:
-        self.table = table
-
-    def accessed(self, ids: At, now_s: float) -> float:  # noqa: ARG002
+    def accessed(self, ids: At, use: Use) -> float:  # noqa: ARG002
         for block in ids.tolist():
-            self.table.rank[block] = self.random.randrange(50)
+            self.set_ranks(np.array([block]), float(self.random.randrange(50)))
         return -math.inf
 
-    def inserted(self, ids: At, now_s: float) -> None:
-        self.accessed(ids, now_s)
+    def inserted(self, ids: At, use: Use) -> None:
+        self.accessed(ids, use)
 
     def demoted(self, ids: At) -> None:
         self.evicted(ids)
-        self.table.rank[ids] = -1.0
+        self.set_ranks(ids, -1.0)
 
     def evicted(self, ids: At) -> None:
         for block in ids.tolist():
             self.moved.pop(block, None)
 
-    def rank(self, ids: At) -> NDArray[np.float64]:
-        return np.array([self.moved.get(b, self.table.rank[b]) for b in ids.tolist()], np.float64)
+    def rank(self, ids: At, tier: int) -> NDArray[np.float64]:
+        ranks = self.table.ranks(tier)
+        return np.array([self.moved.get(b, ranks[b]) for b in ids.tolist()], np.float64)
 
 
 def lowest_leaf_rank(index: PrefixIndex) -> float | None:
@@ -111,9 +109,9 @@ def apply(index: PrefixIndex, policy: LotteryPolicy, pinned: list[NDArray[np.uin
     match = index.match(ROOT, path)
     if what == "insert":
         first = len(match.ids)
-        index.insert(ROOT, path, first, np.zeros(path.n_rows - first, np.int64), 1, 0.0)
+        index.insert(ROOT, path, first, np.zeros(path.n_rows - first, np.int64), 1, Use())
     elif what == "touch":
-        index.touch(match.ids, 0.0)
+        index.touch(match.ids, Use())
     elif what == "pin":
         index.pin(match.ids)
         pinned.append(match.ids)
@@ -149,7 +147,7 @@ def test_many_at_once_are_the_same_as_one_by_one(seed: int, n: int) -> None:
         for _ in range(12):
             path = path_of([dice.randrange(3) for _ in range(dice.randrange(1, 20))])
             match = index.match(ROOT, path)
-            index.touch(match.ids, 0.0)
+            index.touch(match.ids, Use())
             first = len(match.ids)
             index.insert(
                 ROOT,
@@ -157,7 +155,7 @@ def test_many_at_once_are_the_same_as_one_by_one(seed: int, n: int) -> None:
                 first,
                 np.array([dice.randrange(1 << 40) for _ in range(path.n_rows - first)]),
                 1,
-                0.0,
+                Use(),
             )
         out: list[int] = []
         while len(out) < n and index.n_blocks:
@@ -170,8 +168,8 @@ def test_many_at_once_are_the_same_as_one_by_one(seed: int, n: int) -> None:
 def test_the_tail_goes_first_and_a_touched_head_stays() -> None:
     index = PrefixIndex(make_policy("lru"))
     path = path_of(list(range(8)))
-    index.insert(ROOT, path, 0, np.array([1, 2, 3, 4]), 5, 0.0)
-    index.touch(index.match(ROOT, path).ids[:2], 1.0)
+    index.insert(ROOT, path, 0, np.array([1, 2, 3, 4]), 5, Use())
+    index.touch(index.match(ROOT, path).ids[:2], Use(1.0))
     gone = index.evict(2)
     assert gone.slots.tolist() == [4, 3]
     assert gone.size_bytes.tolist() == [5, 5]
@@ -181,10 +179,10 @@ def test_the_tail_goes_first_and_a_touched_head_stays() -> None:
 
 def test_each_access_ranks_a_path_from_its_head_down_and_above_all_before() -> None:
     index = PrefixIndex(make_policy("lru"))
-    ids = index.insert(ROOT, path_of(list(range(8))), 0, np.arange(4), 1, 0.0).ids
+    ids = index.insert(ROOT, path_of(list(range(8))), 0, np.arange(4), 1, Use()).ids
     first = index.table.rank[ids]
     assert (np.diff(first) < 0).all()
-    index.touch(ids[:3], 1.0)
+    index.touch(ids[:3], Use(1.0))
     second = index.table.rank[ids]
     assert (np.diff(second) < 0).all()
     assert second[:3].min() > first.max()
@@ -194,7 +192,7 @@ def test_each_access_ranks_a_path_from_its_head_down_and_above_all_before() -> N
 def test_pinned_blocks_and_their_ancestors_stay() -> None:
     index = PrefixIndex(make_policy("lru"))
     path = path_of(list(range(8)))
-    ids = index.insert(ROOT, path, 0, np.arange(4), 1, 0.0).ids
+    ids = index.insert(ROOT, path, 0, np.arange(4), 1, Use()).ids
     index.pin(ids[1:2])
     assert index.evict(10).slots.tolist() == [3, 2]
     assert len(index.evict(10).ids) == 0
@@ -208,7 +206,7 @@ def test_pinned_blocks_and_their_ancestors_stay() -> None:
 
 def test_unpinning_what_is_not_pinned_is_an_error_and_changes_nothing() -> None:
     index = PrefixIndex(make_policy("lru"))
-    ids = index.insert(ROOT, path_of([1, 2, 3, 4]), 0, np.arange(2), 1, 0.0).ids
+    ids = index.insert(ROOT, path_of([1, 2, 3, 4]), 0, np.arange(2), 1, Use()).ids
     index.pin(ids[:1])
     with pytest.raises(IntegrityError, match="more often"):
         index.unpin(ids)
@@ -218,7 +216,7 @@ def test_unpinning_what_is_not_pinned_is_an_error_and_changes_nothing() -> None:
 def test_ten_thousand_questions_pin_nothing() -> None:
     index = PrefixIndex(make_policy("lru"))
     path = path_of(list(range(64)))
-    index.insert(ROOT, path, 0, np.arange(32), 1, 0.0)
+    index.insert(ROOT, path, 0, np.arange(32), 1, Use())
     for _ in range(10_000):
         index.match(ROOT, path)
     assert len(index.evict(32).ids) == 32
@@ -239,7 +237,7 @@ def count_looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_asking_in_vain_takes_no_new_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     index = PrefixIndex(make_policy("lru"))
-    ids = index.insert(ROOT, path_of([1, 2, 3, 4]), 0, np.arange(2), 1, 0.0).ids
+    ids = index.insert(ROOT, path_of([1, 2, 3, 4]), 0, np.arange(2), 1, Use()).ids
     index.pin(ids)
     looks = count_looks(monkeypatch)
     counts = []
@@ -258,13 +256,13 @@ def test_steady_eviction_seldom_looks_at_the_whole_table(monkeypatch: pytest.Mon
         path = path_of([i, 1, 2, 3, 4, 5, 6, 7])
         if index.n_blocks >= 400:
             assert len(index.evict(4).ids) == 4
-        index.insert(ROOT, path, 0, np.arange(4), 1, float(i))
+        index.insert(ROOT, path, 0, np.arange(4), 1, Use(float(i)))
     assert len(looks) <= 3000 * 4 // 400 + 2
 
 
 def test_a_long_prompt_is_given_up_block_by_block_with_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     index = PrefixIndex(make_policy("lru"))
-    index.insert(ROOT, path_of(list(range(400))), 0, np.arange(200), 1, 0.0)
+    index.insert(ROOT, path_of(list(range(400))), 0, np.arange(200), 1, Use())
     looks = count_looks(monkeypatch)
     assert [int(index.evict(1).slots[0]) for _ in range(200)] == list(range(199, -1, -1))
     assert len(looks) == 1
@@ -273,11 +271,11 @@ def test_a_long_prompt_is_given_up_block_by_block_with_one_look(monkeypatch: pyt
 def test_the_heap_stays_small_whatever_is_touched_and_pinned() -> None:
     index = PrefixIndex(make_policy("lru"))
     for i in range(20):
-        index.insert(ROOT, path_of([i, i]), 0, np.arange(1), 1, 0.0)
+        index.insert(ROOT, path_of([i, i]), 0, np.arange(1), 1, Use())
     index.evict(1)
     newest = index.match(ROOT, path_of([19, 19])).ids
     for _ in range(500):
-        index.touch(newest, 0.0)
+        index.touch(newest, Use())
     assert len(index._copies.evictors[0]._heap) == 0, "what was used since the snapshot lies behind its bound"
     oldest = index.match(ROOT, path_of([1, 1])).ids
     for _ in range(3000):
@@ -293,7 +291,7 @@ def test_nothing_is_left_for_the_cycle_collector() -> None:
     for _ in range(200):
         path = path_of([dice.randrange(4) for _ in range(dice.randrange(1, 30))])
         first = len(index.match(ROOT, path).ids)
-        index.insert(ROOT, path, first, np.zeros(path.n_rows - first, np.int64), 1, 0.0)
+        index.insert(ROOT, path, first, np.zeros(path.n_rows - first, np.int64), 1, Use())
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
@@ -354,13 +352,13 @@ def index_hits(requests: list[list[int]], capacity: int) -> int:
         path = RowPath.from_hashes(np.array(ids, "<u8").view(np.uint8).reshape(-1, 8), 8)
         found = index.match(ROOT, path).ids
         hits += len(found)
-        index.touch(found, 0.0)
+        index.touch(found, Use())
         index.pin(found)
         short = path.n_rows - len(found) - (capacity - index.n_blocks)
         if short > 0:
             index.evict(short)
         room = min(path.n_rows - len(found), capacity - index.n_blocks)
-        index.insert(ROOT, path, len(found), np.zeros(room, np.int64), 1, 0.0)
+        index.insert(ROOT, path, len(found), np.zeros(room, np.int64), 1, Use())
         index.unpin(found)
         assert index.n_blocks <= capacity
     index.check()
@@ -392,15 +390,40 @@ def test_lru_equals_the_model_on_small_traces(seed: int, capacity: int) -> None:
     assert index_hits(requests, capacity) == model_hits(requests, capacity)
 
 
-def test_policies_satisfy_the_protocol() -> None:
-    policies: list[EvictionPolicy] = [LruPolicy(), LotteryPolicy(1)]
-    assert [policy.name for policy in policies] == ["lru", "lottery"]
+class FadingPolicy(EvictionPolicy):
+    """The oldest use first, but what has just been used ranks above everything until ranks are next asked for."""
+
+    name = "fading"
+
+    def accessed(self, ids: At, use: Use) -> float:  # noqa: ARG002
+        self.set_ranks(ids, 1e9)
+        return 1e9
+
+    def inserted(self, ids: At, use: Use) -> None:
+        self.accessed(ids, use)
+
+    def demoted(self, ids: At) -> None:  # noqa: ARG002
+        raise AssertionError("nothing is demoted here")
+
+    def rank(self, ids: At, tier: int) -> NDArray[np.float64]:  # noqa: ARG002
+        return self.table.last_use_s[ids]
+
+
+@pytest.mark.parametrize(("moves", "gone"), [(True, [1, 1, 1]), (False, [1, 2, 3])])
+def test_a_parent_that_becomes_a_leaf_has_the_rank_of_the_moment_if_ranks_move(moves: bool, gone: list[int]) -> None:
+    policy = FadingPolicy()
+    policy.moves = moves
+    index = PrefixIndex(policy)
+    for number, n_blocks in ((1, 3), (2, 1), (3, 1), (4, 1)):
+        index.insert(ROOT, path_of([number] * 2 * n_blocks), 0, np.zeros(n_blocks, np.int64), 1, Use(float(number)))
+    used_s = index.table.last_use_s.copy()
+    assert used_s[index.evict(3).ids].tolist() == gone
 
 
 def test_blocks_of_some_slots_go_first_and_the_others_keep_their_turn() -> None:
     index = PrefixIndex(make_policy("lru"))
     for number in range(6):  # slots 0..5, oldest first, each a prompt of its own
-        index.insert(ROOT, path_of([number, number]), 0, np.array([number]), 1, float(number))
+        index.insert(ROOT, path_of([number, number]), 0, np.array([number]), 1, Use(float(number)))
 
     def worth(slot: int) -> int:
         return {1: 1, 2: 0, 4: 1}.get(slot, -1)
@@ -415,7 +438,7 @@ def test_blocks_passed_over_are_not_met_again(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(evictor_module, "_SNAPSHOT_MIN", 2)
     index = PrefixIndex(make_policy("lru"))
     for number in range(40):
-        index.insert(ROOT, path_of([number, number]), 0, np.array([number]), 1, float(number))
+        index.insert(ROOT, path_of([number, number]), 0, np.array([number]), 1, Use(float(number)))
     gone = index.evict_among(1, lambda slot: 1 if slot == 30 else -1, most_passed=30)
     assert gone.slots.tolist() == [30], "more than a snapshot holds lie before it"
     assert index.evict(40).slots.tolist() == [*range(30), *range(31, 40)]
@@ -424,7 +447,7 @@ def test_blocks_passed_over_are_not_met_again(monkeypatch: pytest.MonkeyPatch) -
 def test_how_far_the_order_is_bent_is_bounded() -> None:
     index = PrefixIndex(make_policy("lru"))
     for number in range(6):
-        index.insert(ROOT, path_of([number, number]), 0, np.array([number]), 1, float(number))
+        index.insert(ROOT, path_of([number, number]), 0, np.array([number]), 1, Use(float(number)))
     assert index.evict_among(1, lambda slot: 1 if slot == 5 else -1, most_passed=3).slots.tolist() == []
     assert index.evict_among(1, lambda slot: 1 if slot == 5 else -1, most_passed=5).slots.tolist() == [5]
     assert index.evict(6).slots.tolist() == [0, 1, 2, 3, 4]

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from kvstore.prefix_index import tree as tree_module
 from kvstore.prefix_index.index import MissingParent, PrefixIndex
-from kvstore.prefix_index.policy import make_policy
+from kvstore.prefix_index.policies import make_policy
+from kvstore.prefix_index.policy import Use
 from tests.prefix_index.prompts import (
     BLOCK_TOKENS,
     ROOTS,
@@ -119,9 +120,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.seen.append((root, prompt))
         if end > first and any(key not in self.model.slot for key in keys[:first]):
             with pytest.raises(MissingParent):
-                self.index.insert(root, prompt.path, first, slots, 7, 0.0)
+                self.index.insert(root, prompt.path, first, slots, 7, Use())
             return
-        result = self.index.insert(root, prompt.path, first, slots, 7, 0.0)
+        result = self.index.insert(root, prompt.path, first, slots, 7, Use())
         wanted = keys[first:end]
         assert result.is_new.tolist() == [key not in self.model.slot for key in wanted]
         new = [key for key in wanted if key not in self.model.slot]
@@ -145,7 +146,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(seed=SEEDS)
     def touch(self, seed: int) -> None:
         keys = self.path_keys(random.Random(seed))
-        self.index.touch(self.vector(keys), 1.0, category=3)
+        self.index.touch(self.vector(keys), Use(1.0, category=3))
         self.model.access(keys)
 
     @rule(seed=SEEDS)

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from kvstore.errors import IntegrityError
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.node import Node
-from kvstore.prefix_index.policy import make_policy
+from kvstore.prefix_index.policies import make_policy
+from kvstore.prefix_index.policy import Use
 from kvstore.prefix_index.rows import RowPath
 from kvstore.types import ExtraKey
 
@@ -22,7 +23,7 @@ ROOT = b"r" * 16
 def store(index: PrefixIndex, tokens: list[int], *extras: ExtraKey) -> None:
     path = RowPath.from_tokens(tokens, 4, extras)
     first = len(index.match(ROOT, path).ids)
-    index.insert(ROOT, path, first, np.arange(path.n_rows - first), 1, 0.0)
+    index.insert(ROOT, path, first, np.arange(path.n_rows - first), 1, Use())
 
 
 def sample() -> PrefixIndex:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from kvstore.errors import BadInputError
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.keys import block_key, extra_digest
-from kvstore.prefix_index.policy import make_policy
+from kvstore.prefix_index.policies import make_policy
+from kvstore.prefix_index.policy import Use
 from kvstore.prefix_index.rows import RowPath
 from kvstore.types import ExtraKey, KVSpec, Namespace, Root
 
@@ -81,7 +82,7 @@ def test_salt_lora_and_tenant_never_hit_each_other() -> None:
     path = RowPath.from_tokens(np.arange(11, dtype=np.uint32), 4)
     for stored in all_roots:
         index = PrefixIndex(make_policy("lru"))
-        index.insert(all_roots[stored], path, 0, np.arange(3), 1, 0.0)
+        index.insert(all_roots[stored], path, 0, np.arange(3), 1, Use())
         for asked in all_roots:
             assert index.match(all_roots[asked], path).n_tokens == (11 if asked == stored else 0), (
                 stored,

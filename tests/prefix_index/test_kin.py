@@ -8,7 +8,8 @@ import pytest
 from kvstore.prefix_index.block_table import STORED, BlockTable
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.kin import Kin
-from kvstore.prefix_index.policy import make_policy
+from kvstore.prefix_index.policies import make_policy
+from kvstore.prefix_index.policy import Use
 from kvstore.prefix_index.rows import RowPath
 
 
@@ -70,7 +71,7 @@ def test_the_rest_of_a_ring_goes_first_when_one_is_gone() -> None:
     paths = [RowPath.from_tokens(np.arange(8, dtype=np.uint32), 2) for _ in range(3)]
     roots = [bytes([i]) * 16 for i in range(3)]
     ids = [
-        index.insert(root, path, 0, np.arange(4) + 10 * i, 1, 0.0).ids
+        index.insert(root, path, 0, np.arange(4) + 10 * i, 1, Use()).ids
         for i, (root, path) in enumerate(zip(roots, paths, strict=True))
     ]
     index.kin.link(np.array([ids[0], ids[2]], np.intp))
@@ -93,7 +94,7 @@ def test_what_has_others_behind_it_stays_and_nothing_goes_in_its_place() -> None
     index = PrefixIndex(make_policy("lru"), reserve_blocks=64)
     path = RowPath.from_tokens(np.arange(8, dtype=np.uint32), 2)
     short, long = (
-        index.insert(bytes([i]) * 16, path, 0, np.arange(n) + 10 * i, 1, 0.0).ids for i, n in ((1, 2), (2, 4))
+        index.insert(bytes([i]) * 16, path, 0, np.arange(n) + 10 * i, 1, Use()).ids for i, n in ((1, 2), (2, 4))
     )
     index.kin.link(np.array([short, long[:2]], np.intp))
     assert index.evict(1).ids.tolist() == [short[1]]

@@ -14,7 +14,8 @@ from kvstore.prefix_index.block_table import DRAM, NVME
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.keys import block_key, part_key
 from kvstore.prefix_index.parts import Rule
-from kvstore.prefix_index.policy import make_policy
+from kvstore.prefix_index.policies import make_policy
+from kvstore.prefix_index.policy import Use
 from kvstore.prefix_index.rows import RowPath
 
 ROOT = b"root of the test"
@@ -44,12 +45,14 @@ class Scene:
     def put(self, tokens: Sequence[int]) -> NDArray[np.intp]:
         self.now_s += 1
         first = len(self.ids(tokens))
-        self.index.insert(ROOT, self.path(tokens), first, self.slots(len(tokens) - first), 10, self.now_s, namespace=1)
+        self.index.insert(
+            ROOT, self.path(tokens), first, self.slots(len(tokens) - first), 10, Use(self.now_s, namespace=1)
+        )
         return self.ids(tokens)
 
     def put_parts(self, tokens: Sequence[int], rule: Rule, first: int, n: int) -> NDArray[np.intp]:
         done = self.index.parts.insert(
-            self.ids(tokens), first, rule, self.slots(n), 20, self.now_s, namespace=1 + rule.number
+            self.ids(tokens), first, rule, self.slots(n), 20, Use(self.now_s, namespace=1 + rule.number)
         )
         return done.ids.astype(np.intp)
 
@@ -87,7 +90,7 @@ def test_parts_go_before_their_block_and_take_nothing_else_along() -> None:
     tokens = list(range(4))
     ids = scene.put(tokens)
     window, state = scene.put_parts(tokens, WINDOW, 1, 3), scene.put_parts(tokens, STATE, 3, 1)
-    scene.index.touch(ids, 9.0)
+    scene.index.touch(ids, Use(9.0))
     order = scene.evict_all_but(0)
     assert sorted(order[:4]) == sorted([*window.tolist(), *state.tolist()])
     assert order[4:] == ids[::-1].tolist()
@@ -130,7 +133,7 @@ def test_a_spare_part_that_is_used_is_as_good_as_any() -> None:
     tokens = list(range(9))
     scene.put(tokens)
     parts = scene.put_parts(tokens, WINDOW, 0, 9)
-    scene.index.parts.touch(parts[1:4], 5.0)
+    scene.index.parts.touch(parts[1:4], Use(5.0))
     assert scene.index.parts.is_spare(parts).tolist() == [True] + [False] * 3 + [True] * 2 + [False] * 3
     scene.index.check()
     assert scene.evict_all_but(scene.index.n_dram_blocks - 3) == parts[[0, 4, 5]].tolist()
@@ -193,11 +196,11 @@ def test_what_is_there_stays_and_what_is_not_in_dram_takes_the_slot() -> None:
     assert scene.reach(tokens, STATE) == 3
     assert scene.reach(tokens, WINDOW) == 0, "it was in DRAM only"
     slots = scene.slots(3)
-    done = scene.index.parts.insert(scene.ids(tokens), 1, STATE, slots, 20, 9.0, namespace=3)
+    done = scene.index.parts.insert(scene.ids(tokens), 1, STATE, slots, 20, Use(9.0, namespace=3))
     assert done.is_new.all()
     assert done.ids[1] == first[0]
     assert scene.index.slots(done.ids).tolist() == slots.tolist()
-    again = scene.index.parts.insert(scene.ids(tokens), 1, STATE, scene.slots(3), 20, 9.0, namespace=3)
+    again = scene.index.parts.insert(scene.ids(tokens), 1, STATE, scene.slots(3), 20, Use(9.0, namespace=3))
     assert not again.is_new.any()
     assert scene.index.slots(again.ids).tolist() == slots.tolist()
     assert scene.index.parts.reach(scene.ids(tokens), (STATE,), NVME) == 3
@@ -307,9 +310,9 @@ def test_rows_that_are_not_stored_have_no_parts() -> None:
     scene = Scene()
     scene.put([1, 2])
     with pytest.raises(BadInputError, match="parts of rows 1 to 2 of a path of 2 stored blocks"):
-        scene.index.parts.insert(scene.ids([1, 2]), 1, STATE, scene.slots(2), 9, 1.0)
+        scene.index.parts.insert(scene.ids([1, 2]), 1, STATE, scene.slots(2), 9, Use(1.0))
     with pytest.raises(BadInputError, match="at most 15 parts"):
-        scene.index.parts.insert(scene.ids([1, 2]), 0, Rule(16, 1), scene.slots(1), 9, 1.0)
+        scene.index.parts.insert(scene.ids([1, 2]), 0, Rule(16, 1), scene.slots(1), 9, Use(1.0))
 
 
 @pytest.mark.parametrize("nvme", [False, True])

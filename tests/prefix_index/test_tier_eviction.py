@@ -14,48 +14,53 @@ from numpy.typing import NDArray
 from kvstore.prefix_index import evictor as evictor_module
 from kvstore.prefix_index.block_table import DRAM, NVME, At, BlockTable
 from kvstore.prefix_index.index import Evicted, PrefixIndex
-from kvstore.prefix_index.policy import make_policy
+from kvstore.prefix_index.policies import make_policy
+from kvstore.prefix_index.policy import EvictionPolicy, Use
 from kvstore.prefix_index.rows import RowPath
 
 ROOT = b"r" * 16
 
 
-class DriftingPolicy:
-    """Ranks from a few values; they come into force when they are drawn, or only when they are next asked for."""
+class DriftingPolicy(EvictionPolicy):
+    """Ranks from a few values, others in each tier; they come into force when drawn, or when next asked for."""
 
     name = "drifting"
-    version = 0
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.wanted: dict[int, float] = {}
+        self.wanted: dict[tuple[int, int], float] = {}
         self.n_evicted = 0
-        self.table: BlockTable
 
-    def attach(self, table: BlockTable) -> None:
-        self.table = table
-
-    def accessed(self, ids: At, now_s: float) -> float:  # noqa: ARG002
-        for block in ids.tolist():
-            self.wanted.pop(block, None)
-            self.table.rank[block] = self.random.randrange(50)
+    def accessed(self, ids: At, use: Use) -> float:  # noqa: ARG002
+        self.forget(ids)
+        for tier in self.tiers:
+            self.table.ranks(tier)[ids] = [self.random.randrange(50) for _ in ids]
         return -math.inf
 
-    def inserted(self, ids: At, now_s: float) -> None:
-        self.accessed(ids, now_s)
+    def inserted(self, ids: At, use: Use) -> None:
+        self.accessed(ids, use)
 
     def demoted(self, ids: At) -> None:
+        self.forget(ids)
+        self.set_ranks(ids, -1.0)
+
+    def entered(self, ids: At, tier: int) -> None:
+        self.table.ranks(tier)[ids] = [self.random.randrange(50) for _ in ids]
         for block in ids.tolist():
-            self.wanted.pop(block, None)
-        self.table.rank[ids] = -1.0
+            self.wanted.pop((tier, block), None)
 
     def evicted(self, ids: At) -> None:
         self.n_evicted += len(ids)
-        for block in ids.tolist():
-            self.wanted.pop(block, None)
+        self.forget(ids)
 
-    def rank(self, ids: At) -> NDArray[np.float64]:
-        return np.array([self.wanted.get(b, self.table.rank[b]) for b in ids.tolist()], np.float64)
+    def forget(self, ids: At) -> None:
+        for block in ids.tolist():
+            for tier in self.tiers:
+                self.wanted.pop((tier, block), None)
+
+    def rank(self, ids: At, tier: int) -> NDArray[np.float64]:
+        ranks = self.table.ranks(tier)
+        return np.array([self.wanted.get((tier, b), ranks[b]) for b in ids.tolist()], np.float64)
 
 
 def path_of(tokens: list[int]) -> RowPath:
@@ -85,7 +90,7 @@ def evict_one(index: PrefixIndex, tier: int) -> None:
         assert len(evicted.ids) == 0
         return
     # Asking may have brought new ranks into force; those of blocks that left can still be read.
-    ranks = index.table.rank
+    ranks = index.table.ranks(tier)
     assert evicted.ids[0] in candidates
     assert ranks[evicted.ids].tolist() == [ranks[candidates].min()]
 
@@ -107,10 +112,10 @@ class Scene:
 
     def insert(self) -> None:
         path = self.path()
-        self.index.insert(ROOT, path, 0, np.arange(path.n_rows), 1, 0.0)
+        self.index.insert(ROOT, path, 0, np.arange(path.n_rows), 1, Use())
 
     def touch(self) -> None:
-        self.index.touch(self.found(), 0.0)
+        self.index.touch(self.found(), Use())
 
     def pin(self) -> None:
         self.pinned.append(self.found())
@@ -135,11 +140,13 @@ class Scene:
 
     def drift(self) -> None:
         alive = self.index.table.alive().tolist()
-        self.policy.wanted = {block: float(self.dice.randrange(50)) for block in alive if self.dice.random() < 0.5}
+        pairs = [(tier, block) for block in alive for tier in self.policy.tiers]
+        self.policy.wanted = {pair: float(self.dice.randrange(50)) for pair in pairs if self.dice.random() < 0.5}
 
     def version(self) -> None:
         alive = self.index.table.alive()
-        self.index.table.rank[alive] = self.policy.rank(alive)
+        for tier in self.policy.tiers:
+            self.index.table.ranks(tier)[alive] = self.policy.rank(alive, tier)
         self.policy.version += 1
 
     def evict(self) -> None:
@@ -202,9 +209,9 @@ def test_many_at_once_are_the_same_as_one_by_one(cold: bool, seed: int) -> None:
         index = PrefixIndex(make_policy("lru"), reserve_blocks=16, nvme=True)
         for _ in range(10):
             path = path_of([dice.randrange(3) for _ in range(dice.randrange(1, 24))])
-            index.touch(index.match(ROOT, path).ids, 0.0)
+            index.touch(index.match(ROOT, path).ids, Use())
             ids = index.insert(
-                ROOT, path, 0, np.array([dice.randrange(1 << 40) for _ in range(path.n_rows)]), 1, 0.0
+                ROOT, path, 0, np.array([dice.randrange(1 << 40) for _ in range(path.n_rows)]), 1, Use()
             ).ids
             chain = index.chain_unpersisted(ids[: dice.randrange(len(ids) + 1)])
             index.add_nvme(chain, np.array([dice.randrange(1 << 40) for _ in chain.tolist()], np.int64))
@@ -248,7 +255,7 @@ def test_a_snapshot_looks_only_once_at_a_tier_that_gives_up_much(monkeypatch: py
     monkeypatch.setattr(BlockTable, "all_evictable", counted)
     index = PrefixIndex(make_policy("lru"), nvme=True)
     for i in range(1000):
-        ids = index.insert(ROOT, path_of([i, 1, 2, 3, 4, 5, 6, 7]), 0, np.arange(4), 1, float(i)).ids
+        ids = index.insert(ROOT, path_of([i, 1, 2, 3, 4, 5, 6, 7]), 0, np.arange(4), 1, Use(float(i))).ids
         index.add_nvme(ids, np.arange(4))
         index.evict(index.n_dram_blocks - 200)
         index.evict_nvme(max(index.n_nvme_blocks - 800, 0))

@@ -15,7 +15,8 @@ from kvstore.prefix_index import tree as tree_module
 from kvstore.prefix_index.block_table import BlockTable, residency_bit
 from kvstore.prefix_index.index import MissingParent, PrefixIndex
 from kvstore.prefix_index.node import Node, common_prefix_bytes
-from kvstore.prefix_index.policy import make_policy
+from kvstore.prefix_index.policies import make_policy
+from kvstore.prefix_index.policy import Use
 from kvstore.prefix_index.rows import RowPath
 from kvstore.types import ExtraKey
 
@@ -29,7 +30,7 @@ def new_index() -> PrefixIndex:
 def store(index: PrefixIndex, tokens: Any, block_tokens: int = 4, extras: tuple[ExtraKey, ...] = ()) -> list[int]:
     path = RowPath.from_tokens(np.array(tokens, np.uint32), block_tokens, extras)
     first = len(index.match(ROOT, path).ids)
-    result = index.insert(ROOT, path, first, np.arange(path.n_rows - first), 1, 0.0)
+    result = index.insert(ROOT, path, first, np.arange(path.n_rows - first), 1, Use())
     index.check()
     return [int(block) for block in result.ids]
 
@@ -66,7 +67,7 @@ def test_edges_merge_when_the_branch_is_gone() -> None:
     store(index, base)
     store(index, [*base[:12], *[99] * 8])
     path = RowPath.from_tokens(base, 4)
-    index.touch(index.match(ROOT, path).ids, 1.0)
+    index.touch(index.match(ROOT, path).ids, Use(1.0))
     index.evict(2)
     index.check()
     assert edges(index) == [10]
@@ -80,7 +81,7 @@ def test_long_edges_are_left_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     store(index, base)
     store(index, [*base[:12], *[99] * 8])
     path = RowPath.from_tokens(base, 4)
-    index.touch(index.match(ROOT, path).ids, 1.0)
+    index.touch(index.match(ROOT, path).ids, Use(1.0))
     index.evict(2)
     index.check()
     assert edges(index) == [3, 7]
@@ -125,7 +126,7 @@ def test_an_image_is_never_taken_for_the_plain_tokens_of_an_edge(row: int) -> No
     covered = RowPath.from_tokens(tokens, 4, (ExtraKey(4 * row + 1, 2, b"i"),))
     match = index.match(ROOT, covered)
     assert (match.ids.tolist(), match.partial_id, match.partial_tokens) == (plain[:row], plain[row], 1)
-    ids = index.insert(ROOT, covered, row, np.arange(5 - row), 1, 0.0)
+    ids = index.insert(ROOT, covered, row, np.arange(5 - row), 1, Use())
     index.check()
     assert ids.is_new.all()
     assert index.match(ROOT, covered).ids.tolist() == plain[:row] + ids.ids.tolist()
@@ -146,7 +147,7 @@ def test_equal_text_before_two_images_finds_either() -> None:
 def test_hash_rows_match_whole_rows_only() -> None:
     index = new_index()
     data = np.arange(40, dtype=np.uint8).reshape(5, 8)
-    index.insert(ROOT, RowPath.from_hashes(data, 8, 16), 0, np.arange(5), 1, 0.0)
+    index.insert(ROOT, RowPath.from_hashes(data, 8, 16), 0, np.arange(5), 1, Use())
     index.check()
     asked = data.copy()
     asked[3, 7] ^= 1
@@ -163,7 +164,7 @@ def test_hash_rows_of_any_width(hash_bytes: int) -> None:
         data[:, 1:] = 7
         path = RowPath.from_hashes(data, hash_bytes)
         first = len(index.match(ROOT, path).ids)
-        index.insert(ROOT, path, first, np.arange(6 - first), 1, 0.0)
+        index.insert(ROOT, path, first, np.arange(6 - first), 1, Use())
         index.check()
         assert len(index.match(ROOT, path).ids) == 6
     while index.n_blocks:
@@ -178,7 +179,7 @@ def test_one_root_has_one_kind_of_row() -> None:
         with pytest.raises(BadInputError, match="another block size"):
             index.match(ROOT, other)
         with pytest.raises(BadInputError, match="another block size"):
-            index.insert(ROOT, other, 0, np.arange(1), 1, 0.0)
+            index.insert(ROOT, other, 0, np.arange(1), 1, Use())
     index.evict(1)
     assert index.match(ROOT, RowPath.from_tokens([1, 2], 2)).n_tokens == 0
 
@@ -193,7 +194,7 @@ def test_thousands_of_children_are_all_found(block_tokens: int) -> None:
         base[-1] = 10_000 + 2 * value
         path = RowPath.from_tokens(base.copy(), block_tokens)
         first = len(index.match(ROOT, path).ids)
-        stored[value] = int(index.insert(ROOT, path, first, np.arange(2 - first), 1, 0.0).ids[-1])
+        stored[value] = int(index.insert(ROOT, path, first, np.arange(2 - first), 1, Use()).ids[-1])
     index.check()
     for value in order[:300].tolist():
         base[-1] = 10_000 + 2 * value
@@ -250,7 +251,7 @@ def test_a_match_changes_nothing() -> None:
 def test_an_insert_is_a_copy_of_the_callers_tokens() -> None:
     index = new_index()
     tokens = np.arange(40, dtype=np.uint32)
-    index.insert(ROOT, RowPath.from_tokens(tokens, 4), 0, np.arange(10), 1, 0.0)
+    index.insert(ROOT, RowPath.from_tokens(tokens, 4), 0, np.arange(10), 1, Use())
     kept = tokens.copy()
     tokens[:] = 0
     index.check()
@@ -262,29 +263,29 @@ def test_bad_inserts_change_nothing() -> None:
     path = RowPath.from_tokens(list(range(12)), 4)
     slots = np.arange(1)
     bad: list[tuple[type[Exception], Callable[[], object]]] = [
-        (MissingParent, lambda: index.insert(ROOT, path, 1, slots, 1, 0.0)),
-        (BadInputError, lambda: index.insert(ROOT, path, -1, slots, 1, 0.0)),
-        (BadInputError, lambda: index.insert(ROOT, path, 3, slots, 1, 0.0)),
-        (BadInputError, lambda: index.insert(b"short", path, 0, slots, 1, 0.0)),
-        (BadInputError, lambda: index.insert(ROOT, path, 0, slots, -1, 0.0)),
-        (BadInputError, lambda: index.insert(ROOT, path, 0, slots, 1 << 32, 0.0)),
+        (MissingParent, lambda: index.insert(ROOT, path, 1, slots, 1, Use())),
+        (BadInputError, lambda: index.insert(ROOT, path, -1, slots, 1, Use())),
+        (BadInputError, lambda: index.insert(ROOT, path, 3, slots, 1, Use())),
+        (BadInputError, lambda: index.insert(b"short", path, 0, slots, 1, Use())),
+        (BadInputError, lambda: index.insert(ROOT, path, 0, slots, -1, Use())),
+        (BadInputError, lambda: index.insert(ROOT, path, 0, slots, 1 << 32, Use())),
     ]
     for error, call in bad:
         with pytest.raises(error):
             call()
         assert (index.n_blocks, index.n_roots) == (0, 0)
         index.check()
-    assert len(index.insert(ROOT, path, 2, np.empty(0, np.int64), 1, 0.0).ids) == 0
-    index.insert(ROOT, path, 0, slots, 1, 0.0)
+    assert len(index.insert(ROOT, path, 2, np.empty(0, np.int64), 1, Use()).ids) == 0
+    index.insert(ROOT, path, 0, slots, 1, Use())
     with pytest.raises(MissingParent, match="up to row 1"):
-        index.insert(ROOT, path, 2, slots, 1, 0.0)
+        index.insert(ROOT, path, 2, slots, 1, Use())
     assert index.n_blocks == 1
 
 
 def test_the_table_knows_each_block() -> None:
     index = new_index()
     path = RowPath.from_tokens(list(range(10)), 4)
-    ids = index.insert(ROOT, path, 0, np.array([5, 1 << 40, 7]), 4096, 2.5, category=9).ids
+    ids = index.insert(ROOT, path, 0, np.array([5, 1 << 40, 7]), 4096, Use(2.5, category=9)).ids
     table = index.table
     assert (table.key[ids] == path.keys(ROOT)).all()
     assert index.slots(ids).tolist() == [5, 1 << 40, 7]
@@ -293,11 +294,11 @@ def test_the_table_knows_each_block() -> None:
     assert table.category[ids].tolist() == [9] * 3
     assert table.residency[ids].tolist() == [residency_bit(0)] * 3
     assert table.generation[ids].tolist() == [1] * 3
-    index.touch(ids[:1], 3.5, category=4)
+    index.touch(ids[:1], Use(3.5, category=4))
     assert table.last_use_s[ids].tolist() == [3.5, 2.5, 2.5]
     assert table.category[ids].tolist() == [4, 9, 9]
     index.evict(1)
-    again = index.insert(ROOT, path, 2, np.array([8]), 1, 4.0)
+    again = index.insert(ROOT, path, 2, np.array([8]), 1, Use(4.0))
     assert again.ids.tolist() == [ids[2]]
     assert table.generation[ids[2]] == 2
 

@@ -24,7 +24,8 @@ from kvstore.prefix_index import evictor as evictor_module
 from kvstore.prefix_index import tree as tree_module
 from kvstore.prefix_index.block_table import COLD, DRAM, NVME
 from kvstore.prefix_index.index import Evicted, MissingParent, PrefixIndex
-from kvstore.prefix_index.policy import make_policy
+from kvstore.prefix_index.policies import make_policy
+from kvstore.prefix_index.policy import Use
 from tests.prefix_index.prompts import BLOCK_TOKENS, ROOTS, Prompt, draw_prompt, draw_relative
 from tests.prefix_index.tier_oracle import Key, Oracle, Refused
 
@@ -103,9 +104,9 @@ class TwoTierMachine(RuleBasedStateMachine):
             taken = self.oracle.insert(root, prompt.rows, first, slots.tolist())
         except Refused:
             with pytest.raises(MissingParent):
-                self.index.insert(root, prompt.path, first, slots, 7, 0.0)
+                self.index.insert(root, prompt.path, first, slots, 7, Use())
             return
-        result = self.index.insert(root, prompt.path, first, slots, 7, 0.0, namespace=5)
+        result = self.index.insert(root, prompt.path, first, slots, 7, Use(0.0, namespace=5))
         assert result.is_new.tolist() == taken
         for i, block in enumerate(result.ids.tolist()):
             key = (root, prompt.rows[: first + i + 1])
@@ -162,7 +163,7 @@ class TwoTierMachine(RuleBasedStateMachine):
     @rule(seed=SEEDS)
     def touch(self, seed: int) -> None:
         keys = self.line(random.Random(seed))
-        self.index.touch(self.vector(keys), 1.0, category=3)
+        self.index.touch(self.vector(keys), Use(1.0, category=3))
         self.oracle.access(keys)
 
     @rule(seed=SEEDS)

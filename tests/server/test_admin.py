@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from kvstore.client import Client
 from kvstore.client.watching import BlockEvent
 from kvstore.errors import BadInputError, DeniedError
 from kvstore.hybrid import parts_of
-from kvstore.types import ExtraKey, GroupKind, KVGroup, KVSpec, Namespace
+from kvstore.types import ExtraKey, GroupKind, KVGroup, KVSpec, Namespace, Shard
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
 
@@ -306,3 +307,28 @@ def test_a_hybrid_namespace_is_cleared_with_all_its_parts(two_tiers: Any, client
     two_tiers.call(lambda daemon: daemon.store.check())
     assert handle.put(tokens(3), {0: data, 1: data}).n_skipped == 0
     assert handle.match(tokens(3)).n_blocks == 3
+
+
+def test_namespaces_of_one_shard(client: Client) -> None:
+    ranks = [replace(namespace(), shard=Shard(tp, 2, pp, 2)) for tp in (0, 1) for pp in (0, 1)]
+    for rank in ranks:
+        client.open(rank).put(tokens(1), blocks(1))
+
+    def found(**ranks: int) -> set[Shard]:
+        return {info.namespace.shard for info in client.namespaces(**ranks) if info.namespace is not None}
+
+    assert found(tp_rank=1) == {Shard(1, 2, 0, 2), Shard(1, 2, 1, 2)}
+    assert found(tp_rank=0, pp_rank=1) == {Shard(0, 2, 1, 2)}
+    assert found(tp_rank=2) == set()
+    assert len(client.clear(pp_rank=0).namespaces) == 2
+    assert [info.n_blocks for info in client.namespaces(pp_rank=1)] == [1, 1]
+
+
+def test_latencies_by_method(client: Client) -> None:
+    handle = client.open(namespace())
+    for _ in range(3):
+        handle.match(tokens(1))
+    by_method = {each.method: each.distribution for each in client.latencies() if not each.waited}
+    assert by_method["match"].n == 3
+    assert 0 < by_method["match"].quantile(0.5) <= by_method["match"].quantile(0.99) < 20
+    assert by_method["match"].since(by_method["match"]).n == 0

@@ -211,7 +211,7 @@ frames = st.lists(
 )
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=frames, greet=st.booleans())
 def test_garbage_never_hurts_the_daemon(daemon: Any, data: list[bytes], greet: bool, dial: Dial) -> None:
     raw = dial(daemon.config.socket_path)

@@ -13,7 +13,7 @@ from kvstore.client import Client
 from kvstore.client.watching import BlockEvent, EventsLost
 from kvstore.errors import BadInputError, UnavailableError
 from kvstore.store import events
-from kvstore.types import KVSpec, Namespace
+from kvstore.types import KVSpec, Namespace, Shard
 
 BLOCK_BYTES = 4096
 DaemonFactory = Callable[..., Any]
@@ -146,3 +146,44 @@ def test_a_hang_up_ends_the_wait(daemon: Any, wait_until: Callable[..., None]) -
 def test_a_number_that_can_not_be_one_is_refused(client: Client, after: Any) -> None:
     with pytest.raises(BadInputError, match="after_seq"):
         client.watch(after)
+
+
+def test_events_of_some_kinds_and_namespaces_only(client: Client) -> None:
+    other = Namespace(model="n", spec=KVSpec.opaque(4, BLOCK_BYTES), shard=Shard(tp_rank=1, tp_size=2))
+    client.open(other, "second")
+    by_kind, by_model = client.watch(kinds=["removed"]), client.watch(model="n")
+    by_name, by_rank, by_digest = (
+        client.watch(name="second"),
+        client.watch(tp_rank=1),
+        client.watch(digest_prefix="f" * 9),
+    )
+    put(client, 2)
+    client.open(other).put(list(range(4)), np.zeros((1, BLOCK_BYTES), np.uint8))
+    for watch in (by_model, by_name, by_rank):
+        assert [each.namespace for each in events_of(watch.poll())] == [other.digest()]
+    assert by_kind.poll() == by_digest.poll() == []
+    assert by_kind.seq == by_model.seq, "what was left out is not looked at again"
+    client.clear(everything=True)
+    assert [each.kind for each in events_of(by_kind.poll())] == ["removed"] * 3
+
+
+def test_who_waits_for_some_events_is_not_woken_by_others(client: Client) -> None:
+    put(client, 1)
+    watch = client.watch(kinds=["removed"])
+    seen: list[BlockEvent | EventsLost] = []
+    waiting = threading.Thread(target=lambda: seen.append(next(watch)))
+    waiting.start()
+    put(client, 2, tag=1)
+    assert not seen
+    client.clear(everything=True)
+    waiting.join(10.0)
+    assert [each.kind for each in events_of(seen)] == ["removed"]
+
+
+def test_kinds_that_there_are_not(client: Client) -> None:
+    with pytest.raises(BadInputError, match="no events of kind 'moves'; give stored, moved, removed"):
+        client.watch(kinds=["stored", "moves"])
+    with pytest.raises(BadInputError, match="give several texts"):
+        client.watch(kinds="stored")
+    with pytest.raises(BadInputError, match="tp_rank is -1"):
+        client.watch(tp_rank=-1)

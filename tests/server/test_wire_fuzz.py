@@ -9,7 +9,8 @@ import pytest
 
 from kvstore.cli.daemon_process import own_process
 from kvstore.client import Client
-from tests.server.wire_fuzz import NAMESPACE, WireFuzz
+from tests.server.odd_messages import NAMESPACE
+from tests.server.wire_fuzz import WireFuzz
 
 MIB = 1 << 20
 N_FRAMES = int(os.environ.get("KVSTORE_FUZZ_FRAMES", "3000"))

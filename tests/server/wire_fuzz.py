@@ -13,18 +13,15 @@ import struct
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 from google.protobuf.message import DecodeError, Message
 
-from kvstore.types import KVSpec, Namespace
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import FLAG_ERROR, FLAG_NO_REPLY, HEADER, HEADER_BYTES, REQUESTS, Method
+from tests.server.odd_messages import NAMESPACE, OddMessages
 
-NAMESPACE = Namespace("fuzz", KVSpec.opaque(4, 4096))
 ANSWER_S = 10.0
-SHORT_WAIT_S = 0.01
 NOISY = {Method.GOODBYE: 0.02, Method.HELLO: 0.1, Method.VERIFY: 0.1}
 """Requests that end a session or work for long are sent less often than the others."""
 
@@ -36,6 +33,7 @@ class WireFuzz:
         self.outcomes: Counter[str] = Counter()
         self._path = socket_path
         self._dice = random.Random(seed)
+        self._odd = OddMessages(self._dice)
         self._sock: socket.socket | None = None
         self._shapes: list[tuple[float, Callable[[], bytes]]] = [
             (5.0, self._odd_fields), (3.0, self._odd_bytes), (1.0, self._odd_header), (1.0, self._cut_short),
@@ -68,22 +66,13 @@ class WireFuzz:
     def _odd_fields(self) -> bytes:
         """A message whose fields are of the right type and hardly ever make sense."""
         method = self._method()
-        return self._framed(method, self._filled(REQUESTS[method]()).SerializeToString())
+        return self._framed(method, self._odd.filled(REQUESTS[method]()).SerializeToString())
 
     def _odd_bytes(self) -> bytes:
         """Such a message with bytes changed, put in, or left out."""
         method = self._method()
-        payload = bytearray(self._filled(REQUESTS[method]()).SerializeToString())
-        for _ in range(self._dice.randint(1, 4)):
-            at = self._dice.randint(0, len(payload))
-            change = self._dice.randint(0, 2)
-            if change == 0:
-                payload[at:at] = self._dice.randbytes(self._dice.randint(1, 9))
-            elif change == 1:
-                del payload[at : at + self._dice.randint(1, 9)]
-            elif at < len(payload):
-                payload[at] ^= 1 << self._dice.randint(0, 7)
-        return self._framed(method, bytes(payload))
+        payload = self._odd.filled(REQUESTS[method]()).SerializeToString()
+        return self._framed(method, self._odd.spoiled(payload))
 
     def _odd_header(self) -> bytes:
         length = self._dice.choice([0, 1, 15, 1 << 20, (1 << 20) + 1, 1 << 26, (1 << 26) + 1, (1 << 32) - 1])
@@ -102,52 +91,6 @@ class WireFuzz:
     def _framed(self, method: int, payload: bytes) -> bytes:
         flags = FLAG_NO_REPLY if self._dice.random() < 0.05 else 0
         return HEADER.pack(len(payload), method, flags, self._dice.getrandbits(63)) + payload
-
-    def _filled(self, message: Any, depth: int = 0) -> Message:
-        for field in message.DESCRIPTOR.fields:
-            if self._dice.random() < 0.25:
-                continue
-            if field.message_type is not None:
-                if field.message_type.GetOptions().map_entry or depth > 2:
-                    continue
-                if field.is_repeated:
-                    for _ in range(self._dice.randint(0, 3)):
-                        self._filled(getattr(message, field.name).add(), depth + 1)
-                else:
-                    self._filled(getattr(message, field.name), depth + 1)
-            elif field.is_repeated:
-                getattr(message, field.name).extend(self._value(field) for _ in range(self._dice.randint(0, 5)))
-            else:
-                setattr(message, field.name, self._value(field))
-        return message  # type: ignore[no-any-return]
-
-    def _value(self, field: Any) -> Any:
-        dice = self._dice
-        if field.enum_type is not None:
-            return dice.choice(field.enum_type.values).number
-        if field.cpp_type in (field.CPPTYPE_DOUBLE, field.CPPTYPE_FLOAT):
-            odd = [0.0, 1.0, -1.0, 1e-9, 3e9, float("nan"), float("inf"), -float("inf")]
-            return dice.choice([0.0, SHORT_WAIT_S] if "wait" in field.name else odd)
-        if field.cpp_type == field.CPPTYPE_BOOL:
-            return dice.random() < 0.5
-        if field.type == field.TYPE_BYTES:
-            return dice.choice([b"", NAMESPACE.digest(), dice.randbytes(dice.choice([1, 4, 16, 64, 4096]))])
-        if field.type == field.TYPE_STRING:
-            if "json" in field.name:
-                return self._odd_description()
-            return dice.choice(["", "default", "a", "\0", "x" * 5000, "\u20ac\U0001f600", "../../etc"])
-        bits = 32 if field.cpp_type in (field.CPPTYPE_UINT32, field.CPPTYPE_INT32) else 64
-        signed = field.cpp_type in (field.CPPTYPE_INT32, field.CPPTYPE_INT64)
-        most = (1 << (bits - 1 if signed else bits)) - 1
-        return dice.choice([0, 1, 2, 3, 1 << 20, most, dice.randint(0, most)])
-
-    def _odd_description(self) -> str:
-        plain = NAMESPACE.to_dict()
-        for _ in range(self._dice.randint(0, 2)):
-            name = self._dice.choice(sorted(plain))
-            plain[name] = self._dice.choice([None, -1, 0, 1 << 40, "", "x" * 2000, [], {}, [[[]]], 1.5, True])
-        text = json.dumps(plain)
-        return text if self._dice.random() < 0.8 else text[: self._dice.randint(0, len(text))]
 
     # What comes back -------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvstore.clock import ManualClock
 from kvstore.lease import Reservation
 from kvstore.prefix_index.index import PrefixIndex
-from kvstore.prefix_index.policy import make_policy
+from kvstore.prefix_index.policies import make_policy
 from kvstore.prefix_index.rows import RowPath
 from kvstore.store.hierarchy import WriteBehind
 from kvstore.store.namespaces import OpenNamespace

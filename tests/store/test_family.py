@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.errors import BadInputError, EndedError
 from kvstore.prefix_index.block_table import DRAM
+from kvstore.prefix_index.policy import Use
 from kvstore.shards import SHARDS_MAX, check_family
 from kvstore.types import KVGroup, KVSpec, Namespace, RowKind, Shard
 from tests.store.families import KIB, Family
@@ -109,7 +110,7 @@ def test_a_block_lost_in_one_shard_shortens_the_hit_of_all(roomy: Rig) -> None:
     family.put(prompt)
     assert family.hit(prompt) == (6, 0)
     index = roomy.store.index
-    index.touch(index.match(prompt.shards[0].root_key, prompt.shards[0].path).ids, roomy.clock.now_s())
+    index.touch(index.match(prompt.shards[0].root_key, prompt.shards[0].path).ids, Use(roomy.clock.now_s()))
     gone = index.evict(2)  # the tail of the shard that was touched less lately
     roomy.dram.free(gone.slots)
     assert [roomy.found(shard) for shard in prompt.shards] == [6, 4]

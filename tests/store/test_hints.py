@@ -257,7 +257,7 @@ def test_a_leased_block_is_read_to_the_end_of_its_lease(rig: Rig) -> None:
     assert rig.bytes_at(rig.slots_of(lease)) == rig.expected(brief, 2)
 
 
-def test_lives_in_both_tiers_and_what_a_restart_forgets(tmp_path: Any) -> None:
+def test_lives_in_both_tiers_and_after_a_restart(tmp_path: Any) -> None:
     rig = TwoTierRig(tmp_path / "nvme")
     brief, plain = hinted(rig, 4, 1, ttl_s=5.0), rig.rows(4, tag=2)
     rig.put(ALICE, plain)
@@ -277,8 +277,11 @@ def test_lives_in_both_tiers_and_what_a_restart_forgets(tmp_path: Any) -> None:
     rig.settle()
     rig.store.forget_session(ALICE)
     after = rig.killed()
-    after.clock.advance(60.0)
-    assert after.store.match(after.rows(4, tag=1)).n_tokens == 8, "lives are not on disk"
+    assert [after.store.match(after.rows(4, tag=tag)).n_tokens for tag in (1, 2)] == [8, 8]
+    after.clock.advance(6.0)
+    assert [after.store.match(after.rows(4, tag=tag)).n_tokens for tag in (1, 2)] == [0, 8]
+    after.store.tick()
+    assert after.count("overdue_blocks") == 4, "those go first"
     after.close()
 
 

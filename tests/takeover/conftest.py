@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from kvstore.errors import KVStoreError
 from kvstore.native import Mapping
 from kvstore.prefix_index.index import PrefixIndex
-from kvstore.prefix_index.policy import make_policy
+from kvstore.prefix_index.policies import make_policy
+from kvstore.prefix_index.policy import Use
 from kvstore.prefix_index.rows import RowPath
 from kvstore.takeover.blocks import adopt_blocks
 from kvstore.takeover.estate import Estate, read_estate
@@ -112,9 +113,9 @@ class Life:
             target = self.mapped[(writer, slot >> 20)].array() if writer else self.tier.region(slot >> 20).array
             start = (slot & 0xFFFFF) * slot_bytes
             target[start : start + slot_bytes] = self.content(tokens, n_there + i, slot_bytes)
-        inserted = self.index.insert(ROOT, path, n_there, slots, slot_bytes, 0.0)
+        inserted = self.index.insert(ROOT, path, n_there, slots, slot_bytes, Use())
         self.tier.commit(slots, inserted.ids.astype(np.int64))
-        self.index.touch(self.index.match(ROOT, path).ids, 0.0)
+        self.index.touch(self.index.match(ROOT, path).ids, Use())
         self.label()
         return slots
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.prefix_index.index import PrefixIndex
-from kvstore.prefix_index.policy import make_policy
+from kvstore.prefix_index.policies import make_policy
+from kvstore.prefix_index.policy import Use
 from kvstore.prefix_index.rows import RowPath
 from kvstore.takeover.blocks import adopt_blocks
 from kvstore.tiers.adopted import FormerBlocks
@@ -160,7 +161,7 @@ def test_a_prompt_finds_them_and_they_are_evicted_in_their_order() -> None:
 def test_an_index_that_is_in_use_already_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     index = PrefixIndex(make_policy("lru"), reserve_blocks=64)
     path = RowPath.from_tokens(np.arange(3, dtype=np.uint32), 1)
-    index.insert(b"r" * 16, path, 0, np.array([-5, -6, -7]), PAGE, 0.0)
+    index.insert(b"r" * 16, path, 0, np.array([-5, -6, -7]), PAGE, Use())
     tier = OldTier(labels_of([(1, 0)]))
     assert adopt_blocks(index, tier, {bytes(16): 0}.get, 0.0) == 0
     assert tier.stats()["used_bytes"] == 0

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.native import Mapping
+from kvstore.prefix_index.policy import Use
 from kvstore.tiers.adopted import Former, FormerRegion, plan_adoption
 from kvstore.tiers.directory import Labels
 from kvstore.tiers.dram import DAEMON_WRITER
@@ -313,7 +314,7 @@ def test_the_order_of_eviction_is_the_one_last_noted(lives: Lives) -> None:
     writer = old.client(1)
     for start in (0, 100, 200, 300):
         old.put(writer, path(start, 5))
-    old.index.touch(old.index.match(b"r" * 16, _rows(path(100, 5))).ids, 0.0)
+    old.index.touch(old.index.match(b"r" * 16, _rows(path(100, 5))).ids, Use())
     old.keeper.tick(old.index, bytes, 0.0)
     new = lives(old)
     assert [new.found(path(start, 5)) for start in (0, 100, 200, 300)] == [5] * 4

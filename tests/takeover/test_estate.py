@@ -163,7 +163,7 @@ TEXTS = st.one_of(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 @given(st.lists(st.tuples(KEYS, TEXTS, st.booleans()), max_size=6, unique_by=lambda item: item[0]))
 def test_garbage_is_refused_or_read_but_never_leaks(lives: Lives, garbage: list[tuple[str, str, bool]]) -> None:
     life = lives()

@@ -15,7 +15,7 @@ from kvstore.errors import ProtocolError
 from kvstore.native import row_addresses
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import service_pb2 as spb
-from kvstore.wire.block_chunks import DamagedError, chunk_of, take_chunk
+from kvstore.wire.block_chunks import BlockChunks, DamagedError
 from kvstore.wire.chunks import BLOCKS_PER_CHUNK_MAX, Span, frame_data, split_data
 
 LENGTHS = [0, 1, 127, 128, 16383, 16384, 70_000, 2_097_151, 2_097_152]
@@ -91,7 +91,8 @@ def test_spans_cover_everything_once_and_fit(
     for span in Span.cut(start, end, block_bytes, message_bytes_max):
         assert (span.offset, span.n_bytes > 0) == (at, True)
         at += span.n_bytes
-        blocks = list(range(*span.ended.indices(n_blocks)))
+        blocks = list(range(span.offset // block_bytes, (span.offset + span.n_bytes) // block_bytes))
+        assert len(blocks) == span.n_ended
         ended += blocks
         assert len(blocks) <= BLOCKS_PER_CHUNK_MAX
         rest = spb.ReadReply(
@@ -115,16 +116,18 @@ def test_blocks_come_through_chunks_of_any_cut(block_bytes: int, cuts: list[int]
     out = np.zeros_like(source)
     order = np.random.default_rng(1).permutation(len(source))  # blocks lie anywhere
     edges = [0, *sorted({cut for cut in cuts if 0 < cut < n_bytes}), n_bytes]
+    sending = BlockChunks(row_addresses(source)[order], block_bytes)
+    receiving = BlockChunks(row_addresses(out)[order], block_bytes)
     found_damage = False
     for begin, end in pairwise(edges):
         span = Span(begin, end - begin, block_bytes)
-        message = chunk_of(row_addresses(source)[order], span, _filled)
+        message = sending.chunk_of(span, _filled)
         rest, data = split_data(spb.ReadReply, message)
         arrived = bytearray(data)
         if damaged is not None and begin <= damaged < end:
             arrived[damaged - begin] ^= 1
         try:
-            take_chunk(row_addresses(out)[order], span, memoryview(bytes(arrived)), rest.checksums)
+            receiving.take(span, memoryview(bytes(arrived)), rest.checksums)
         except DamagedError:
             found_damage = True
             break
@@ -140,7 +143,7 @@ def _filled(checksums: bytes) -> bytes:
 
 def test_checksums_are_xxh3_of_each_block() -> None:
     source = np.random.default_rng(0).integers(0, 256, (3, 1000), dtype=np.uint8)
-    message = spb.ReadReply.FromString(chunk_of(row_addresses(source), Span(0, 3000, 1000), _filled))
+    message = spb.ReadReply.FromString(BlockChunks(row_addresses(source), 1000).chunk_of(Span(0, 3000, 1000), _filled))
     expected = b"".join(xxhash.xxh3_64_intdigest(row.tobytes()).to_bytes(8, "little") for row in source)
     assert (message.data, message.checksums) == (source.tobytes(), expected)
 
@@ -149,5 +152,5 @@ def test_checksums_are_xxh3_of_each_block() -> None:
 def test_too_few_or_many_checksums_are_no_message(n_sums: int) -> None:
     out = np.zeros((2, 10), np.uint8)
     with pytest.raises(ProtocolError, match="checksums"):
-        take_chunk(row_addresses(out), Span(0, 20, 10), memoryview(bytes(20)), bytes(8 * n_sums))
+        BlockChunks(row_addresses(out), 10).take(Span(0, 20, 10), memoryview(bytes(20)), bytes(8 * n_sums))
     assert not out.any()

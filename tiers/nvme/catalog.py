@@ -77,18 +77,23 @@ class Catalog:
         with self._lock, self._open().begin() as reading:
             return int(reading.stat(self._names)["entries"])
 
-    def commit(self, puts: Sequence[tuple[bytes, bytes]], deletes: Sequence[bytes]) -> None:
-        """One durable transaction: names out, names in. Blocks on the disk. Raises CatalogError.
+    def commit(
+        self,
+        puts: Sequence[tuple[bytes, bytes]],
+        deletes: Sequence[bytes],
+        changes: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
+        """One durable transaction: names out, names in, names changed. Blocks on the disk. Raises CatalogError.
 
-        A name that is to go and isn't there is ignored.
+        A name that is to go, or to change, and isn't there is ignored.
         """
-        if not puts and not deletes:
+        if not puts and not deletes and not changes:
             return
         with self._lock:
             try:
-                self._write(puts, deletes)
+                self._write(puts, deletes, changes)
             except CatalogError as error:
-                if puts or not error.full:
+                if puts or changes or not error.full:
                     raise
                 self._remove(sorted(deletes))
             self._set_aside()
@@ -178,7 +183,12 @@ class Catalog:
                 raise _as_catalog_error(error) from error
         return self._env
 
-    def _write(self, puts: Sequence[tuple[bytes, bytes]], deletes: Sequence[bytes]) -> None:
+    def _write(
+        self,
+        puts: Sequence[tuple[bytes, bytes]],
+        deletes: Sequence[bytes],
+        changes: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
         env = self._open()
         try:
             with env.begin(write=True) as writing, writing.cursor(self._names) as cursor:
@@ -186,6 +196,9 @@ class Catalog:
                     if cursor.set_key(key):
                         cursor.delete()
                 cursor.putmulti(puts)
+                for key, value in changes:
+                    if cursor.set_key(key):
+                        cursor.put(key, value)
         except lmdb.MapFullError as error:
             raise _as_catalog_error(error) from error
         except Exception as error:

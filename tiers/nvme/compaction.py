@@ -36,8 +36,8 @@ class MovePart:
 
 @dataclass(slots=True, eq=False)
 class CompactJob:
-    """Moves of one segment's frames, names and files to remove, a look at the room that the file system has.
-    ``run``, then ``finish_compact`` of the tier.
+    """Moves of one segment's frames, names to change, names and files to remove, a look at the room that the file
+    system has. ``run``, then ``finish_compact`` of the tier.
 
     ``rows``, ``slots`` and ``new_*`` have one entry a move.
     """
@@ -54,6 +54,10 @@ class CompactJob:
     records: Records
     old_names: list[bytes]
     removal: Removal
+    renamed_rows: Int64s
+    """Frames whose names are to say another time."""
+    renamed: Records
+    """What they say then."""
     useless: list[SegmentFile]
     """Files that are to be removed."""
     disk: DiskRoom
@@ -61,6 +65,8 @@ class CompactJob:
     book: NameBook
     readable: NDArray[np.bool_] = field(init=False)
     moved: NDArray[np.bool_] = field(init=False)
+    done: bool = False
+    """Whether all names are as they should be."""
     failure: Failure | None = None
 
     def __post_init__(self) -> None:
@@ -74,8 +80,8 @@ class CompactJob:
         for part in self.parts:
             self.failure = self._move(part, written) or self.failure
         old = [name for name, good in zip(self.old_names, written.tolist(), strict=True) if good]
-        done, failure = commit(self.book, self.records[written], self.removal, old)
-        if done:
+        self.done, failure = commit(self.book, self.records[written], self.removal, old, self.renamed)
+        if self.done:
             self.moved = written
         self.failure = failure or self.failure
         for file in self.useless:

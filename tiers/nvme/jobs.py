@@ -110,19 +110,24 @@ class WriteJob:
 
 
 def commit(
-    book: NameBook, records: Records, removal: Removal, exchanged: Sequence[bytes] = ()
+    book: NameBook,
+    records: Records,
+    removal: Removal,
+    exchanged: Sequence[bytes] = (),
+    renamed: Records = NO_RECORDS,
 ) -> tuple[bool, Failure | None]:
-    """One transaction: names in, names of dead frames and ``exchanged`` ones out. Blocks.
+    """One transaction: names in, names of dead frames and ``exchanged`` ones out, ``renamed`` ones changed. Blocks.
 
-    Returns whether the names are in. If they don't fit, the dead ones go all the same: that is what makes room.
+    Returns whether the names are in and changed. If they don't fit, the dead ones go all the same: that is what makes
+    room.
     """
     try:
-        book.commit(records, [*removal.names, *exchanged])
+        book.commit(records, [*removal.names, *exchanged], renamed)
         removal.failed = False
         return True, None
     except CatalogError as error:
         failure = Failure(error.full, str(error))
-    if failure.full and len(records):
+    if failure.full and (len(records) or len(renamed)):
         try:
             book.commit(NO_RECORDS, removal.names)
             removal.failed = False

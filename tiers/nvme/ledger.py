@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from kvstore.errors import IntegrityError
 from kvstore.tiers.nvme.jobs import Removal
 from kvstore.tiers.nvme.layout import Geometry, Int64s
-from kvstore.tiers.nvme.names import FIRST, RECORD, Records, place_keys, seal
+from kvstore.tiers.nvme.names import FIRST, RECORD, Records, flags_of, place_keys, seal, until_of
 from kvstore.tiers.nvme.segments import Segment, Segments, SegmentState, Stream
 from kvstore.tiers.nvme.table import FrameState, FrameTable
 
@@ -29,6 +29,8 @@ class Ledger:
         """What may be charged even if files that would be needed for it can no more be made."""
         self.urgent = False
         """A name waits whose frame must not be served again, whatever happens."""
+        self.n_renamed = 0
+        """Live frames, and such that are being written, whose names are to say another time than they do."""
         self._dying: list[Int64s] = []
         self._nameless: list[tuple[int, bytes]] = []
 
@@ -77,6 +79,7 @@ class Ledger:
             getattr(table, name)[rows] = value[name]
         table.page[rows], table.log_seq[rows] = records["place"]["page"], records["place"]["log_seq"]
         table.first[rows] = (value["flags"] & FIRST) != 0
+        table.until_s[rows], table.is_renamed[rows] = until_of(records), False
         table.charge[rows] = self.geometry.charged_bytes(table.pages[rows].astype(np.int64))
         self.charged_bytes += int(table.charge[rows].sum())
         self._limit_before = self.charged_bytes
@@ -180,6 +183,23 @@ class Ledger:
         self.table.give(removal.rows)
         self.settle()
 
+    def rename(self, rows: Int64s, until_s: NDArray[np.float64]) -> None:
+        """Frames may be found until another time: their names are to say so."""
+        table = self.table
+        table.until_s[rows] = until_s
+        table.is_renamed[rows] = True
+        self.n_renamed += len(rows)  # at least: some may be so already
+
+    def take_renamed(self, n_max: int) -> Int64s:
+        """Some live frames whose names are to change; they count as changed."""
+        table = self.table
+        waiting = np.flatnonzero(table.is_renamed)
+        waiting = waiting[np.isin(table.state[waiting], (FrameState.LIVE, FrameState.WRITING))]
+        rows: Int64s = waiting[table.state[waiting] == FrameState.LIVE][:n_max]
+        table.is_renamed[rows] = False
+        self.n_renamed = len(waiting) - len(rows)
+        return rows
+
     def records(self, rows: Int64s) -> Records:
         """Names of frames as they lie now, sealed."""
         table = self.table
@@ -188,7 +208,7 @@ class Ledger:
         value = records["value"]
         for name in ("segment", "pages", "namespace", "payload_bytes", "key", "parent", "age"):
             value[name] = getattr(table, name)[rows]
-        value["flags"] = np.where(table.first[rows], FIRST, 0)
+        value["flags"] = flags_of(table.first[rows], table.until_s[rows])
         seal(records)
         return records
 

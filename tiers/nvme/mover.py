@@ -21,6 +21,8 @@ _LOW_SHARE = 32
 """Compaction begins when no more than this part of the segments is left to open."""
 _GAIN_SHARE = 64
 """A segment is worth moving if this part of it comes back."""
+_RENAMED_MAX = 4096
+"""Names that are changed in one transaction."""
 
 
 class Mover:
@@ -55,11 +57,12 @@ class Mover:
         victim = self._victim() if may_write and self._is_low() else None
         waits = ledger.n_waiting > 0 and (ledger.urgent or segments.any_waits_for_names())
         looks = segments.disk_limits and self._disk.is_old
-        if not (victim or looks or (may_write and (waits or segments.any_to_remove()))):
+        renamed = ledger.take_renamed(_RENAMED_MAX) if may_write and ledger.n_renamed else np.zeros(0, np.int64)
+        if not (victim or looks or len(renamed) or (may_write and (waits or segments.any_to_remove()))):
             return None
         self._room_before = segments.room_pages(Stream.MOVED)
         self._useless = segments.take_to_remove() if may_write else []
-        self.running = self._plan(victim, ledger.take_removal() if may_write else Removal.of_nothing())
+        self.running = self._plan(victim, ledger.take_removal() if may_write else Removal.of_nothing(), renamed)
         return self.running
 
     def finish(self, job: CompactJob) -> Int64s:
@@ -70,6 +73,9 @@ class Mover:
         alive[alive] = table.state[job.rows[alive]] == FrameState.LIVE
         here = job.moved & alive
         ledger.rehouse(job.rows[here], job.new_segments[here], job.new_pages[here])
+        if not job.done:
+            again = job.renamed_rows[table.state[job.renamed_rows] == FrameState.LIVE]
+            ledger.rename(again, table.until_s[again])
         stale = ~here
         for number, n in zip(*np.unique(job.new_segments[stale], return_counts=True), strict=True):
             segments.all[int(number)].count(busy=-int(n))
@@ -109,7 +115,7 @@ class Mover:
         victim = ledger.segments.least_charged()
         return victim if victim is not None and victim.charged_bytes <= most_bytes else None
 
-    def _plan(self, victim: Segment | None, removal: Removal) -> CompactJob:
+    def _plan(self, victim: Segment | None, removal: Removal, renamed: Int64s) -> CompactJob:
         ledger, table = self._ledger, self._ledger.table
         rows = np.zeros(0, np.int64) if victim is None else ledger.live_rows(victim)
         numbers, firsts = self._places(rows)
@@ -135,8 +141,8 @@ class Mover:
         return CompactJob(
             -1 if victim is None else victim.number, -1 if victim is None else victim.file.handle, rows,
             table.handles(rows), numbers, firsts, parts, records,
-            names.place_keys(table.log_seq[rows], old_pages), removal, [each.file for each in self._useless],
-            self._disk, self._files, self._book,
+            names.place_keys(table.log_seq[rows], old_pages), removal, renamed, ledger.records(renamed),
+            [each.file for each in self._useless], self._disk, self._files, self._book,
         )  # fmt: skip
 
     def _places(self, rows: Int64s) -> tuple[Int64s, Int64s]:

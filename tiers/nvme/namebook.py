@@ -19,7 +19,7 @@ from kvstore.errors import BadInputError
 from kvstore.tiers.nvme.catalog import Catalog, CatalogError
 from kvstore.tiers.nvme.files import Files
 from kvstore.tiers.nvme.health import means_full
-from kvstore.tiers.nvme.names import Records, items
+from kvstore.tiers.nvme.names import NO_RECORDS, Records, items
 from kvstore.tiers.nvme.superblock import NAMESPACES
 
 IDLE_S = 10.0
@@ -93,15 +93,18 @@ class NameBook:
         self._used_at_s[number] = self._clock.now_s()
         return number in self._listed or self._list(number, *self.known[number])
 
-    def commit(self, records: Records, deletes: Sequence[bytes]) -> None:
-        """One durable transaction: these names in, those out; blocks. Raises CatalogError: then nothing has changed."""
+    def commit(self, records: Records, deletes: Sequence[bytes], renamed: Records = NO_RECORDS) -> None:
+        """One durable transaction: these names in, those out; blocks. Raises CatalogError: then nothing has changed.
+
+        ``renamed``: names that say something else from now on, if they are still there.
+        """
         with self._committing:
             if len(records):
                 if not self._is_there():
                     raise CatalogError("the directory was removed, or another is in its place", full=False)
                 self._write_namespaces(np.unique(records["value"]["namespace"]).tolist())
-            self.catalog.commit(items(records), deletes)
-            if len(records) or deletes:
+            self.catalog.commit(items(records), deletes, items(renamed))
+            if len(records) or deletes or len(renamed):
                 self._files.catalog_committed()
 
     def _list(self, number: int, digest: bytes, description: str) -> bool:

@@ -14,6 +14,9 @@ from kvstore.tiers.nvme.mixing import record_checksums
 
 FIRST = 1
 """Flag: the block has no parent block; its parent key is a root key."""
+_UNTIL_STEP_S = 2
+_UNTIL_MAX = (1 << 31) - 1
+"""In the other bits of the flags: until when the block may be found, in steps of Unix time; 0 = without end."""
 
 KEY = np.dtype([("log_seq", ">u8"), ("page", ">u4")])
 VALUE = np.dtype(
@@ -34,6 +37,20 @@ RECORD = np.dtype([("place", KEY), ("value", VALUE)])
 
 Records = NDArray[np.void]
 NO_RECORDS: Records = np.zeros(0, RECORD)
+
+
+def flags_of(first: NDArray[np.bool_], until_s: NDArray[np.float64]) -> NDArray[np.uint32]:
+    """Flags of names. ``until_s``: Unix time, inf for no end; what is kept of it is never later."""
+    steps = np.clip(until_s / _UNTIL_STEP_S, 1, _UNTIL_MAX).astype(np.uint32)
+    steps[np.isinf(until_s)] = 0
+    flags: NDArray[np.uint32] = steps << np.uint32(1) | first
+    return flags
+
+
+def until_of(records: Records) -> NDArray[np.float64]:
+    """Until when blocks may be found: Unix time, inf for no end; [n]."""
+    steps = records["value"]["flags"] >> np.uint32(1)
+    return np.where(steps == 0, np.inf, steps.astype(np.float64) * _UNTIL_STEP_S)
 
 
 def seal(records: Records) -> None:

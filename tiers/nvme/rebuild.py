@@ -2,7 +2,7 @@
 
 The index pages of a segment say which frames it holds; a frame counts if its own header says the same. Frames
 that were dead come back by this if their place was not used again: they are whole, and the newest copy of a
-block wins.
+block wins. Blocks that were to be found for some time only are left out: nothing here says for how long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.tiers.nvme.layout import FRAME_BYTES_MIN, PAGE_BYTES, Geometry, Int
 from kvstore.tiers.nvme.namebook import number_for
 from kvstore.tiers.nvme.names import FIRST, RECORD, Records, seal
 from kvstore.tiers.nvme.recovery import SegmentOnDisk
-from kvstore.tiers.nvme.segment_index import ENTRY_FIRST, read_entries
+from kvstore.tiers.nvme.segment_index import ENTRY_FIRST, ENTRY_LIMITED, read_entries
 
 READ_BYTES = 32 << 20
 """Memory for frames and headers that are looked at together."""
@@ -119,6 +119,7 @@ def _names_of(files: Files, geometry: Geometry, segment: SegmentOnDisk) -> tuple
     ]
     files.read(segment.handle, pages)
     entries = read_entries(index, segment.log_seq)
+    entries = entries[entries["pages"] & ENTRY_LIMITED == 0]
     sizes = entries["pages"] & ~ENTRY_FIRST
     firsts = entries["page"].astype(np.int64)
     inside = (firsts >= geometry.index_pages) & ((firsts + sizes) * PAGE_BYTES <= segment.size_bytes)

@@ -30,7 +30,8 @@ class SegmentOnDisk:
 class Recovered:
     """Frames found when a directory was opened, parents before children, else oldest first; arrays ``[n]``.
 
-    ``namespaces`` are the numbers of ``NvmeTier.namespaces``. ``keys`` and ``parents`` are uint8 [n, 16].
+    ``namespaces`` are the numbers of ``NvmeTier.namespaces``. ``keys`` and ``parents`` are uint8 [n, 16]. ``until_s``:
+    Unix time from which on a block must not be found, perhaps past; inf for none.
     """
 
     slots: Int64s
@@ -39,6 +40,7 @@ class Recovered:
     namespaces: NDArray[np.uint32]
     payload_bytes: NDArray[np.uint32]
     frame_bytes: NDArray[np.uint32]
+    until_s: NDArray[np.float64]
 
 
 def open_segments(files: Files, uuid: bytes) -> list[SegmentOnDisk]:

@@ -29,6 +29,8 @@ ENTRY = np.dtype(
 )
 ENTRY_FIRST = np.uint32(1 << 31)
 """In ``pages``: the block has no parent block."""
+ENTRY_LIMITED = np.uint32(1 << 30)
+"""In ``pages``: the block was to be found for some time only. Until when, the catalog alone knows."""
 
 DAMAGED, FOREIGN = -1, -2
 """In place of a ``log_seq``."""

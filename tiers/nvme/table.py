@@ -54,6 +54,9 @@ class FrameTable:
         self.namespace: NDArray[np.uint32] = np.zeros(0, np.uint32)
         self.payload_bytes: NDArray[np.uint32] = np.zeros(0, np.uint32)
         self.first: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self.until_s: NDArray[np.float64] = np.zeros(0, np.float64)
+        self.is_renamed: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        """Its name does not say ``until_s`` yet."""
         self.key: NDArray[np.uint8] = np.zeros((0, 16), np.uint8)
         self.parent: NDArray[np.uint8] = np.zeros((0, 16), np.uint8)
         self.counts = [0] * len(FrameState)

@@ -205,17 +205,19 @@ class NvmeTier:
         payload_bytes: NDArray[np.uint32],
         buffers: Sequence[Pieces],
         firsts: NDArray[np.bool_] | None = None,
+        until_s: NDArray[np.float64] | None = None,
     ) -> WriteJob:
         """Frames for reserved slots. ``keys``, ``parents``: uint8 [n, 16]; a parent in the same call comes first.
 
         ``firsts``: bool [n], whose parent is a root; another one whose parent is neither live nor being written is
-        not named. Without it such a parent counts as a root.
+        not named. Without it such a parent counts as a root. ``until_s``: Unix time after which a restart is not to
+        find the block any more, inf (as for all without it) for none; kept to two seconds.
 
         ``buffers``: for each frame the ``(address, length)`` pieces of memory that it consists of, multiples of
         4096; they must stay and not change until the job is written. Raises BadInputError or IntegrityError
         before any change.
         """
-        return self._writer.begin(slots, keys, parents, namespaces, payload_bytes, buffers, firsts)
+        return self._writer.begin(slots, keys, parents, namespaces, payload_bytes, buffers, firsts, until_s)
 
     def finish_write(self, job: WriteJob) -> NDArray[np.bool_]:
         """Which frames are live now, bool [n]: durable, named and not freed meanwhile. The others' slots are free."""
@@ -267,15 +269,31 @@ class NvmeTier:
         self._counters.add("quarantined_frames", len(slots))
 
     def begin_compact(self) -> CompactJob | None:
-        """Work that makes room, looks for some, or removes names that must not wait; None when none is due or one is
-        under way."""
+        """Work that makes room, looks for some, changes names, or removes some that must not wait.
+
+        None when none is due or one is under way.
+        """
         return self._mover.begin(self.may_write)
 
     def finish_compact(self, job: CompactJob) -> Int64s:
         """Take the results in. Returns slots of live frames that could not be read: quarantine them."""
         lost = self._mover.finish(job)
-        self._learn(job.failure, bool(job.moved.any()) or (bool(job.removal.names) and not job.removal.failed))
+        removed = bool(job.removal.names) and not job.removal.failed
+        self._learn(job.failure, bool(job.moved.any()) or removed or (job.done and len(job.renamed) > 0))
         return lost
+
+    # -- lives ----------------------------------------------------------------------------------
+
+    def until_s(self, slots: Int64s) -> NDArray[np.float64]:
+        """Until when blocks may be found (Unix time, inf for no end), as ``begin_write`` and ``live_until`` said."""
+        return self._ledger.table.until_s[self._ledger.table.rows(slots)]
+
+    def live_until(self, slots: Int64s, until_s: NDArray[np.float64]) -> None:
+        """Blocks may be found until another time. It is durable with one of the next jobs of ``begin_compact``.
+
+        Raises IntegrityError before any change for a slot that is neither written nor live.
+        """
+        self._ledger.rename(self._ledger.table.rows_in(slots, FrameState.WRITING, FrameState.LIVE), until_s)
 
     # -- clearing -------------------------------------------------------------------------------
 
@@ -356,10 +374,12 @@ class NvmeTier:
         self._ledger.check()
         table = self._ledger.table
         live = np.flatnonzero(table.state == FrameState.LIVE)
+        renamed = {name for name, _ in items(self._ledger.records(live[table.is_renamed[live]]))}
         names = self._opened.book.catalog.read()
         if self._writer.n_running or self._mover.running is not None:
             return  # names are on their way
-        missing = [key for key, value in items(self._ledger.records(live)) if names.pop(key, None) != value]
+        found = ((key, value, names.pop(key, None)) for key, value in items(self._ledger.records(live)))
+        missing = [key for key, value, said in found if said != value and not (said and key in renamed)]
         if missing:
             raise IntegrityError(f"{len(missing)} live frames are not in the catalog as they lie")
         if len(names) > self._ledger.n_waiting:
@@ -403,7 +423,7 @@ class NvmeTier:
         table = self._ledger.table
         return Recovered(
             table.handles(rows), table.key[rows], table.parent[rows], table.namespace[rows],
-            table.payload_bytes[rows], (table.pages[rows] * PAGE_BYTES).astype(np.uint32),
+            table.payload_bytes[rows], (table.pages[rows] * PAGE_BYTES).astype(np.uint32), table.until_s[rows],
         )  # fmt: skip
 
     def _at_once(self, n: int) -> int:

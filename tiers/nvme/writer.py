@@ -15,8 +15,8 @@ from kvstore.tiers.nvme.jobs import WriteJob, WritePart
 from kvstore.tiers.nvme.layout import FRAME_BYTES_MIN, PAGE_BYTES, Geometry, Int64s
 from kvstore.tiers.nvme.ledger import Ledger
 from kvstore.tiers.nvme.namebook import NameBook
-from kvstore.tiers.nvme.names import FIRST, Records
-from kvstore.tiers.nvme.segment_index import ENTRY, ENTRY_FIRST
+from kvstore.tiers.nvme.names import FIRST, Records, until_of
+from kvstore.tiers.nvme.segment_index import ENTRY, ENTRY_FIRST, ENTRY_LIMITED
 from kvstore.tiers.nvme.segments import Segment, SegmentState
 from kvstore.tiers.nvme.table import FrameState
 
@@ -43,6 +43,7 @@ class Writer:
         payload_bytes: NDArray[np.uint32],
         buffers: Sequence[Pieces],
         firsts: NDArray[np.bool_] | None = None,
+        until_s: NDArray[np.float64] | None = None,
     ) -> WriteJob:
         """See ``NvmeTier.begin_write``."""
         ledger, table = self._ledger, self._ledger.table
@@ -52,6 +53,7 @@ class Writer:
         table.namespace[rows], table.payload_bytes[rows] = namespaces, payload_bytes
         table.age[rows] = ledger.next_age + np.arange(len(rows))
         ledger.next_age += len(rows)
+        table.until_s[rows], table.is_renamed[rows] = np.inf if until_s is None else until_s, False
         table.move(rows, FrameState.WRITING)
         table.know(rows)
         above = table.find(table.parent[rows])
@@ -131,6 +133,7 @@ def append_entries(segment: Segment, records: Records, book: NameBook, geometry:
         entries[name] = value[name]
     entries["page"] = records["place"]["page"]
     entries["pages"] = value["pages"] | np.where(value["flags"] & FIRST, ENTRY_FIRST, np.uint32(0))
+    entries["pages"] |= np.where(np.isinf(until_of(records)), np.uint32(0), ENTRY_LIMITED)
     digests = {n: np.frombuffer(book.known[n][0], np.uint8) for n in np.unique(value["namespace"]).tolist()}
     entries["namespace"] = np.array([digests[n] for n in value["namespace"].tolist()], np.uint8).reshape(-1, 16)
     pages_left = geometry.segment_pages - segment.fill_page if segment.state is SegmentState.OPEN else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from kvstore import native
 from kvstore.client.borrowing import AbandonedError, Borrowing, current
+from kvstore.client.remote.ahead import ReadAhead
 from kvstore.client.remote.channel import ChannelCalls, error_of
 from kvstore.client.slots import Bytes, View
 from kvstore.client.transport import RefusedError
 from kvstore.errors import EndedError, ProtocolError, UnavailableError
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import service_pb2 as spb
-from kvstore.wire.block_chunks import DamagedError, chunk_of, take_chunk
+from kvstore.wire.block_chunks import BlockChunks, DamagedError
 from kvstore.wire.chunks import CHUNK_MESSAGE_BYTES, Span, split_data
 from kvstore.wire.framing import decode
 from kvstore.wire.packing import I64, pack, unpack
@@ -205,36 +206,51 @@ class _Reading:
         self._rows = rows
         self._n_blocks = n_blocks
         self._n_there = 0
+        self._chunks = BlockChunks(native.row_addresses(rows), rows.shape[1])
         self.lease = pb.LeaseReply()
 
     def run(self, calls: ChannelCalls, request: spb.ReadRequest, timeout_s: float) -> None:
         """Blocks until all has come. Raises what the daemon answers, RefusedError for damaged blocks."""
         stream = calls.channel.read(request, timeout_s)
         try:
-            for i, payload in enumerate(stream):
-                self._take(payload, first=i == 0)
+            messages = iter(stream)
+            for payload in messages:
+                self._take(payload, first=True)
+                break
+            if self._n_bytes - self._n_there > CHUNK_MESSAGE_BYTES:
+                with ReadAhead(messages, stream.cancel) as ahead:
+                    self._take_all(ahead)
+            else:
+                self._take_all(messages)
         except DamagedError as error:
             raise RefusedError(f"{error}: they are misses") from error  # the connection is as good as before
         except grpc.RpcError as error:
             raise error_of(error, calls.channel.address) from error
         finally:
             stream.cancel()
-        expected = (self._n_blocks or 0) * self._rows.shape[1]
-        if self._n_there != expected:
-            raise ProtocolError(f"{self._n_there} of {expected} bytes came")
+        if self._n_there != self._n_bytes:
+            raise ProtocolError(f"{self._n_there} of {self._n_bytes} bytes came")
+
+    @property
+    def _n_bytes(self) -> int:
+        return (self._n_blocks or 0) * self._rows.shape[1]
+
+    def _take_all(self, messages: Iterable[bytes]) -> None:
+        for payload in messages:
+            self._take(payload, first=False)
 
     def _take(self, payload: bytes, *, first: bool) -> None:
         """Put a piece that came where it belongs and compare the blocks that it ends."""
         message, data = split_data(spb.ReadReply, payload)
         if first:
             self._begin(message)
-        n_there, n_bytes = self._n_there, (self._n_blocks or 0) * self._rows.shape[1]
+        n_there, n_bytes = self._n_there, self._n_bytes
         if message.offset != n_there or n_there + len(data) > n_bytes or (n_bytes and not len(data)):
             raise ProtocolError(f"{len(data)} bytes came at offset {message.offset}; {n_there} of {n_bytes} were there")
         if len(data):
             span = Span(n_there, len(data), self._rows.shape[1])
             with current().touching():
-                take_chunk(native.row_addresses(self._rows), span, data, message.checksums)
+                self._chunks.take(span, data, message.checksums)
         self._n_there += len(data)
 
     def _begin(self, message: spb.ReadReply) -> None:
@@ -263,7 +279,7 @@ def _messages(
     """The messages of a Write of blocks ``start`` to ``end``; they end early if nobody waits for that any more."""
     block_bytes = blocks.shape[1]
     rest = spb.WriteRequest(reservation_id=reservation_id)
-    addresses = native.row_addresses(blocks)
+    chunks = BlockChunks(native.row_addresses(blocks), block_bytes)
     room = min(message_bytes_max, CHUNK_MESSAGE_BYTES)
     for span in Span.cut(start * block_bytes, end * block_bytes, block_bytes, room):
         rest.offset = span.offset
@@ -271,7 +287,7 @@ def _messages(
             rest.commit.CopyFrom(commit)
         try:
             with borrowing.touching():
-                message = chunk_of(addresses, span, partial(_with_checksums, rest))
+                message = chunks.chunk_of(span, partial(_with_checksums, rest))
         except AbandonedError:
             return
         yield message

@@ -20,6 +20,7 @@ from typing import TypeVar
 import grpc
 
 from kvstore.errors import KVStoreError, SessionEndedError
+from kvstore.server.grpc.access import Caller
 from kvstore.server.replies import Reply, Result
 from kvstore.wire import kvstore_pb2 as pb
 
@@ -42,8 +43,9 @@ class GoneError(KVStoreError):
 class Call:
     """One RPC: how long it may last, and whether somebody still waits for it. For the thread that serves it."""
 
-    def __init__(self, context: grpc.ServicerContext, deadline_s_max: float) -> None:
+    def __init__(self, context: grpc.ServicerContext, caller: Caller, deadline_s_max: float) -> None:
         self.context = context
+        self.caller = caller
         asked_s = context.time_remaining()
         self.deadline_s = time.monotonic() + min(deadline_s_max, asked_s if asked_s is not None else deadline_s_max)
         self._lock = threading.Lock()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -17,6 +16,7 @@ from kvstore.errors import DeniedError, KVStoreError, UnavailableError
 from kvstore.logs import about
 from kvstore.server.grpc.access import Caller, Everybody, TokenFile
 from kvstore.server.grpc.gateway import Call, DeadlineError, Gateway, GoneError
+from kvstore.server.grpc.places import Places
 from kvstore.server.hello import check_version
 from kvstore.server.remote import LOCAL, Host, RemoteSession, RemoteSessions
 from kvstore.server.replies import Reply
@@ -49,7 +49,7 @@ class Service:
         self.remotes = remotes
         self.options = options
         self._access = access
-        self._places = threading.BoundedSemaphore(options.calls_max)
+        self._places = Places(options.calls_max, options.calls_per_token_max)
 
     # Calls -------------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ class Service:
 
         def begin() -> Any:
             if remote is None:
-                tenant = self.caller(call).as_tenant(text_of(call, TENANT_KEY))
+                tenant = call.caller.as_tenant(text_of(call, TENANT_KEY))
                 return self.remotes.answer_alone(tenant, method, request)
             return self.remotes.answer(remote, method, request)
 
@@ -94,17 +94,16 @@ class Service:
 
         return self.gateway.ask(call, begin, give_back, keep).message
 
-    def caller(self, call: Call) -> Caller:
+    def caller(self, context: grpc.ServicerContext) -> Caller:
         """Who calls. Raises DeniedError."""
-        return self._access.identify(call.context.invocation_metadata())
+        return self._access.identify(context.invocation_metadata())
 
     def session_of(self, call: Call) -> RemoteSession | None:
         """The session that a call names, None for one outside of any. Raises SessionEndedError."""
-        caller = self.caller(call)
         for key, value in call.context.invocation_metadata():
             if key == SESSION_KEY:
                 token = value if isinstance(value, bytes) else value.encode()
-                return self.remotes.find(token, caller.owner)
+                return self.remotes.find(token, call.caller.owner)
         return None
 
     def guarded(self, context: grpc.ServicerContext, *, counted: bool = True, streams: bool = False) -> _Guard:
@@ -119,7 +118,7 @@ class Service:
         with self.guarded(context, counted=False) as call:
             hello = decode(pb.HelloRequest, request)
             check_version(hello)
-            caller = self.caller(call)
+            caller = call.caller
             tenant = caller.as_tenant(hello.tenant)
 
             def tell(event: pb.Event | None) -> None:
@@ -153,7 +152,7 @@ class _Guard:
         self,
         service: Service,
         context: grpc.ServicerContext,
-        places: threading.BoundedSemaphore | None,
+        places: Places | None,
         streams: bool,
     ) -> None:
         self._service = service
@@ -161,17 +160,21 @@ class _Guard:
         self._places = places
         self._streams = streams
         self._call_off: Callable[[], None] | None = None
+        self._owner = b""
 
     def __enter__(self) -> Call:
-        if self._places is not None and not self._places.acquire(blocking=False):
-            self._places = None
-            most = self._service.options.calls_max
-            self._service.gateway.post(lambda: self._service.host.store.counters.add("grpc_refused_calls"))
-            self._abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                UnavailableError(f"{most} calls run already, the most this daemon takes (--grpc-calls-max): try later"),
-            )
-        call = Call(self._context, self._service.options.deadline_s_max)
+        try:
+            caller = self._service.caller(self._context)
+        except DeniedError as error:  # since the gate let it pass
+            self._abort(status_of(error)[0], error)
+        if self._places is not None:
+            try:
+                self._places.take(caller.owner)
+            except UnavailableError as error:
+                self._service.gateway.post(lambda: self._service.host.store.counters.add("grpc_refused_calls"))
+                self._abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error)
+        self._owner = caller.owner
+        call = Call(self._context, caller, self._service.options.deadline_s_max)
         if self._streams:
             counters = self._service.host.store.counters
             self._call_off = self._service.gateway.cut_off(call, lambda: counters.add("grpc_cut_calls"))
@@ -181,7 +184,7 @@ class _Guard:
         if self._call_off is not None:
             self._call_off()
         if self._places is not None:
-            self._places.release()
+            self._places.give(self._owner)
         if not isinstance(error, Exception) or kind is Exception or isinstance(error, grpc.RpcError):
             return  # none, the end of a generator, the abort of a call, or the client's end of it
         if isinstance(error, GoneError):

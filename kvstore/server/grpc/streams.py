@@ -17,10 +17,10 @@ from kvstore.errors import BadInputError, ProtocolError
 from kvstore.server.grpc.gateway import Call
 from kvstore.server.grpc.service import Service, text_of
 from kvstore.server.remote import RemoteSession
-from kvstore.server.uses import Memory
+from kvstore.server.uses import Memory, Use
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import service_pb2 as spb
-from kvstore.wire.block_chunks import DamagedError, chunk_of, take_chunk
+from kvstore.wire.block_chunks import BlockChunks, DamagedError
 from kvstore.wire.chunks import CHUNK_MESSAGE_BYTES, Span, split_data
 from kvstore.wire.framing import Method, decode
 from kvstore.wire.packing import I64, unpack
@@ -76,10 +76,10 @@ class Streams:
         part = Memory(memory.use, memory.addresses[asked.first : end], memory.block_bytes)
         first.block_bytes, first.n_blocks = memory.block_bytes, n_blocks
         room = min(asked.chunk_bytes_max or CHUNK_MESSAGE_BYTES, self._service.options.message_bytes_max)
-        n_sent, rest = 0, first
+        n_sent, rest, chunks = 0, first, BlockChunks(part.addresses, part.block_bytes)
         try:
             for span in Span.cut(0, part.n_bytes, part.block_bytes, max(room, CHUNK_BYTES_MIN)):
-                message = _chunk(part, span, rest)
+                message = _chunk(chunks, part.use, span, rest)
                 call.must_go_on()
                 yield message
                 n_sent, rest = n_sent + span.n_bytes, spb.ReadReply()
@@ -124,14 +124,14 @@ class Streams:
         data: memoryview,
         requests: Iterator[bytes],
     ) -> Iterator[bytes]:
-        use, n_received = memory.use, 0
+        use, n_received, chunks = memory.use, 0, BlockChunks(memory.addresses, memory.block_bytes)
         counters = self._service.host.store.counters
         try:
             while True:
                 call.must_go_on()
                 if len(data):
                     try:
-                        _fill(memory, message, data)
+                        _fill(chunks, memory, message, data)
                     except DamagedError:
                         self._service.gateway.post(lambda: counters.add("grpc_damaged_blocks"))
                         raise
@@ -173,7 +173,7 @@ class _Visit:
         service, call = self._service, self._call
         remote = service.session_of(call)
         if remote is None:
-            caller = service.caller(call)
+            caller = call.caller
             tenant = caller.as_tenant(text_of(call, TENANT_KEY))
             remotes, name = service.remotes, self._name
             remote = service.gateway.get(
@@ -208,7 +208,7 @@ def _next(requests: Iterator[bytes]) -> bytes:
     return message
 
 
-def _chunk(memory: Memory, span: Span, rest: spb.ReadReply) -> bytes:
+def _chunk(chunks: BlockChunks, use: Use, span: Span, rest: spb.ReadReply) -> bytes:
     """One message with a piece of these blocks. Blocks for the copy. Raises EndedError."""
 
     def fill(checksums: bytes) -> bytes:
@@ -216,11 +216,11 @@ def _chunk(memory: Memory, span: Span, rest: spb.ReadReply) -> bytes:
         return rest.SerializeToString()
 
     rest.offset = span.offset
-    with memory.use:
-        return chunk_of(memory.addresses, span, fill)
+    with use:
+        return chunks.chunk_of(span, fill)
 
 
-def _fill(memory: Memory, message: spb.WriteRequest, data: memoryview) -> None:
+def _fill(chunks: BlockChunks, memory: Memory, message: spb.WriteRequest, data: memoryview) -> None:
     """Put a piece where it belongs and compare the blocks that it ends. Blocks for the copy.
 
     Raises BadInputError for a piece that does not follow the one before, DamagedError for damaged bytes.
@@ -232,5 +232,5 @@ def _fill(memory: Memory, message: spb.WriteRequest, data: memoryview) -> None:
             f"of which {use.filled_bytes} are there: send the bytes that follow"
         )
     with use:
-        take_chunk(memory.addresses, span, data, message.checksums)
+        chunks.take(span, data, message.checksums)
         use.filled_bytes += span.n_bytes

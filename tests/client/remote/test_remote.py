@@ -20,9 +20,9 @@ from kvstore.client import Client
 from kvstore.clock import ManualClock
 from kvstore.config import GrpcOptions
 from kvstore.errors import BadInputError, EndedError, UnavailableError
-from kvstore.server.grpc import streams
 from kvstore.types import KVSpec, Namespace
-from tests.client.test_client import BLOCK_BYTES, BLOCK_TOKENS, blocks_of, spec_of, tokens_of
+from kvstore.wire.block_chunks import BlockChunks
+from tests.client.scene import BLOCK_BYTES, BLOCK_TOKENS, blocks_of, spec_of, tokens_of
 
 NAMESPACE = Namespace("model", spec_of())
 TIMEOUT_S = 10.0
@@ -125,7 +125,7 @@ def test_blocks_that_do_not_arrive_as_they_were_sent_are_misses(
 ) -> None:
     ns = remote.open(NAMESPACE)
     ns.put(tokens_of(3), blocks_of(3))
-    chunk_of: Callable[..., bytes] = getattr(streams, "chunk_of")  # noqa: B009
+    chunk_of = BlockChunks.chunk_of
 
     def damaged(*arguments: Any) -> bytes:
         message = bytearray(chunk_of(*arguments))
@@ -134,7 +134,7 @@ def test_blocks_that_do_not_arrive_as_they_were_sent_are_misses(
 
     out = np.zeros((3, BLOCK_BYTES), np.uint8)
     with monkeypatch.context() as patch, ns.lease(tokens_of(3)) as lease:
-        patch.setattr(streams, "chunk_of", damaged)
+        patch.setattr(BlockChunks, "chunk_of", damaged)
         assert ns.get_into(tokens_of(3), out).n_blocks == 0
         with pytest.raises(EndedError, match="did not arrive"):
             lease.view(1)

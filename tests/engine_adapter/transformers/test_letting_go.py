@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from kvstore.client import Client
+from kvstore.engine_adapter.block_writer import BlockWriter
 from kvstore.engine_adapter.transformers import KVStoreCache
-from tests.engine_adapter.transformers.models import greedy, tiny_gemma, tokens
+from tests.engine_adapter.transformers.models import greedy, tiny_gemma, tiny_llama, tokens
 
 MakeCache = Callable[..., KVStoreCache]
 WaitUntil = Callable[[Callable[[], bool], str], None]
@@ -94,3 +95,54 @@ def test_a_kept_cache_goes_on_with_the_next_turn(model: Any, make_cache: MakeCac
     assert greedy(model, turn, past_key_values=cache) == greedy(model, turn)
     cache.save()
     assert make_cache(model, turn).n_hit_tokens == turn.shape[1] - 1
+
+
+def test_a_cache_that_was_cut_behind_its_back_stores_nothing_wrong(make_cache: MakeCache) -> None:
+    """Layers hold what is stored later: whoever changes them directly must not have it stored as something else."""
+    model = tiny_llama()
+    cache = make_cache(model, PROMPT)
+    said, other = tokens(4, 3)[None], tokens(5, 20)[None]
+    with torch.no_grad():
+        for part in (PROMPT, said):
+            model(part, past_key_values=cache)
+        for layer in cache.layers:
+            layer.crop(-2)
+        for token in other.split(1, dim=1):
+            model(token, past_key_values=cache)
+    cache.save()
+    assert "where 53 comes next" in cache.save_reason
+    as_if = torch.cat([PROMPT, said, other], dim=1)
+    assert make_cache(model, as_if).n_hit_tokens == 48
+
+
+def test_layers_that_were_replaced_store_nothing_wrong(make_cache: MakeCache) -> None:
+    model = tiny_llama()
+    cache = make_cache(model, PROMPT)
+    following = tokens(4, 20)[None]
+    with torch.no_grad():
+        model(PROMPT, past_key_values=cache)
+        model(following[:, :3], past_key_values=cache)
+        layer: Any = cache.layers[1]
+        layer.keys, layer.values = layer.keys[:, :, 1:], layer.values[:, :, 1:]
+        assert cache.save() == 3
+    assert "layer 1 does not hold what was computed" in cache.save_reason
+    assert make_cache(model, torch.cat([PROMPT, following], dim=1)).n_hit_tokens == 48
+
+
+def test_decoding_gives_the_store_whole_blocks_not_tokens(
+    model: Any, make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[int] = []
+    begin = BlockWriter.begin
+
+    def counted(writer: BlockWriter, given: Any) -> None:
+        passes.append(len(given))
+        begin(writer, given)
+
+    monkeypatch.setattr(BlockWriter, "begin", counted)
+    cache = make_cache(model, PROMPT)
+    greedy(model, PROMPT, n_new=40, past_key_values=cache)
+    assert passes == [50, 14, 16]  # the prompt, to the end of its last block, a block
+    assert cache.n_stored_blocks == 5
+    cache.save()
+    assert passes == [50, 14, 16, 9]

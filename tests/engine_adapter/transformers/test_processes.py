@@ -61,7 +61,7 @@ def test_a_second_process_hits_what_the_first_stored(client: Client, daemon_proc
     expected = greedy(model, PROMPT)
     store(client, model)
     found = read_elsewhere(daemon_process.socket_path, kind, "7")
-    assert found == {"hit": 69, "said": expected, "why": ""}
+    assert (found["hit"], found["said"], found["why"]) == (69, expected, "")
 
 
 def test_this_process_hits_what_another_stored(client: Client, daemon_process: DaemonProcess) -> None:

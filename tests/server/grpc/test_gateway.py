@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from kvstore.server.grpc.access import Caller
 from kvstore.server.grpc.gateway import Call, DeadlineError, Gateway, GoneError
 from kvstore.server.replies import Reply
 from kvstore.wire import kvstore_pb2 as pb
+
+ANYBODY = Caller(b"", None)
 
 REPLY = Reply(pb.ReleaseReply(found=True))
 
@@ -49,7 +52,7 @@ class Scene:
         return await asyncio.to_thread(self._ask, gateway, begin, deadline_s_max)
 
     def _ask(self, gateway: Gateway, begin: Callable[[], Any], deadline_s_max: float) -> Reply:
-        call = Call(self.context, deadline_s_max)
+        call = Call(self.context, ANYBODY, deadline_s_max)
         return gateway.ask(call, begin, self.given_back.append, lambda _: None)
 
     def after(self) -> None:
@@ -139,7 +142,7 @@ def test_work_that_nobody_waits_for_is_cancelled_after_its_first_step(scene: Sce
 
 def test_the_shorter_deadline_counts() -> None:
     for left_s, most_s, expected in ((None, 5.0, 5.0), (2.0, 5.0, 2.0), (9.0, 5.0, 5.0), (float("inf"), 5.0, 5.0)):
-        call = Call(Context(left_s), most_s)
+        call = Call(Context(left_s), ANYBODY, most_s)
         assert expected - 1 < call.left_s <= expected
     with pytest.raises(DeadlineError):
-        Call(Context(0.0), 5.0).must_go_on()
+        Call(Context(0.0), ANYBODY, 5.0).must_go_on()

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from kvstore.config import GrpcOptions
 from kvstore.errors import BadInputError, EndedError, UnavailableError
-from kvstore.server.grpc import streams
 from kvstore.types import KVSpec, Namespace
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import service_pb2 as spb
+from kvstore.wire.block_chunks import BlockChunks
 from kvstore.wire.rpc import SERVICE
 from tests.server.grpc.conftest import BLOCK_BYTES, BLOCK_TOKENS, NAMESPACE, Bare, blocks_of, refused, tokens_of
 
@@ -274,14 +274,14 @@ def test_slots_are_freed_only_when_no_chunk_is_written_any_more(
 ) -> None:
     """A thread of the daemon is in the middle of a chunk when the session ends."""
     in_copy, go_on = threading.Event(), threading.Event()
-    take: Callable[..., None] = getattr(streams, "take_chunk")  # noqa: B009
+    take = BlockChunks.take
 
     def slow(*arguments: Any) -> None:
         in_copy.set()
         assert go_on.wait(20)
         take(*arguments)
 
-    monkeypatch.setattr(streams, "take_chunk", slow)
+    monkeypatch.setattr(BlockChunks, "take", slow)
     tokens, blocks = tokens_of(3), blocks_of(3)
     session, stream, _ = bare.session()
     request = pb.ReserveRequest(prompt=bare.prompt(tokens), n_blocks=3)

@@ -1,0 +1,66 @@
+"""What a block is worth at its age: the most uses per second of room that keeping it for some time may bring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.prefix_index.policies.hazard_ages import N_AGES, WIDTHS_S, Floats, Ints
+from kvstore.prefix_index.policies.hazard_features import N_STRATA
+from kvstore.prefix_index.policies.hazard_model import Model, first_model
+
+_STEP = 0.5
+_HALF = 8
+N_THETAS = 2 * _HALF + 1
+TABLE_SHAPE = (N_STRATA, N_THETAS, N_THETAS, N_AGES)
+_LEAST = 1e-300
+
+
+@dataclass(frozen=True, slots=True)
+class WorthTable:
+    """Logarithms of worth, float32 ``TABLE_SHAPE``: by stratum, both thetas in steps, and bucket of age."""
+
+    logs: NDArray[np.float32]
+    split: int
+
+    def look_up(self, strata: Ints, thetas: Floats, buckets: Ints) -> Floats:
+        """Logarithm of the worth of n runs of blocks; ``thetas`` is [2, n]. What lies between steps, or beyond the
+        last, counts as a factor."""
+        steps = np.clip(np.rint(thetas / _STEP), -_HALF, _HALF)
+        rest = thetas - steps * _STEP
+        at = steps.astype(np.int64) + _HALF
+        logs: Floats = self.logs[strata, at[0], at[1], buckets] + np.where(buckets <= self.split, rest[0], rest[1])
+        return logs
+
+
+@cache
+def first_model_and_worth() -> tuple[Model, WorthTable]:
+    """What a policy begins with. Nobody writes to it."""
+    model = first_model()
+    return model, worth_table(model)
+
+
+def worth_table(model: Model) -> WorthTable:
+    """The Gittins index of ``model``'s hazard: of all times that one might still wait, the best ratio of the chance of
+    a use to the room taken until then; with age it only falls."""
+    factors = np.exp((np.arange(N_THETAS) - _HALF) * _STEP)
+    is_early = np.arange(N_AGES) <= model.split
+    logs = np.empty(TABLE_SHAPE, np.float32)
+    for stratum in range(N_STRATA):
+        rates = model.rates[stratum]
+        rates = np.where(is_early, rates * factors[:, None, None], rates * factors[None, :, None])
+        grown = rates * WIDTHS_S
+        unused = np.ones((N_THETAS, N_THETAS, N_AGES + 1))
+        unused[..., 1:] = np.exp(-np.cumsum(grown, axis=2))
+        room = np.zeros_like(unused)
+        room[..., 1:] = np.cumsum(unused[..., :-1] * -np.expm1(-grown) / rates, axis=2)
+        best = np.zeros_like(rates)
+        for end in range(1, N_AGES + 1):
+            used = unused[..., :end] - unused[..., end : end + 1]
+            taken = np.maximum(room[..., end : end + 1] - room[..., :end], _LEAST)
+            np.maximum(best[..., :end], used / taken, out=best[..., :end])
+        logs[stratum] = np.log(np.maximum(np.minimum.accumulate(best, axis=2), _LEAST))
+    return WorthTable(logs, model.split)

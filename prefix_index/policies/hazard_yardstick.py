@@ -1,0 +1,79 @@
+"""What LRU would have found with the same room, counted beside; where it finds more, its order is followed."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.prefix_index.policies.hazard_ages import Ints
+
+_LOSS_BEGINS, _LOSS_ENDS = 0.001, 0.0005
+_CHANCE = 0.4
+_CREDIT_MOST = 0.05
+_MEMORY_SHARE = 32
+_MEMORY_MIN_BLOCKS = 1 << 18
+
+
+class LruYardstick:
+    """Counts blocks by the request that used them last. The latest requests whose blocks fit into the room are what LRU
+    would hold, of the one before them the first blocks. ``loses`` is whether more than a thousandth of the blocks
+    accessed has been lost against it, and more than may be chance (0.4 standard deviations of the sum of all
+    differences), until half of the thousandth is made good."""
+
+    def __init__(self) -> None:
+        self.room_blocks = math.inf
+        self.loses = False
+        self._of_request: dict[int, int] = {}
+        self._within = 0
+        self._beyond = -1
+        self._accessed = 0.0
+        self._lost = 0.0
+        self._squares = 0.0
+
+    def found(self, requests: Ints, n_blocks: Ints) -> NDArray[np.int64]:
+        """How many of ``n_blocks`` blocks, the first of runs that these requests used last, LRU would find."""
+        rest = max(self.room_blocks - self._within, 0)
+        whole = requests > self._beyond
+        return np.where(whole, n_blocks, np.where(requests == self._beyond, np.minimum(n_blocks, rest), 0)).astype(
+            np.int64
+        )
+
+    def moved(self, requests: Ints, n_blocks: Ints) -> None:
+        """Blocks are not those of these requests any more."""
+        of_request = self._of_request
+        for request, n in zip(requests.tolist(), n_blocks.tolist(), strict=True):
+            had = of_request.get(request)
+            if had is None:
+                continue
+            self._within -= min(n, had)
+            if had > n:
+                of_request[request] = had - n
+            else:
+                del of_request[request]
+
+    def used(self, request: int, n_blocks: int) -> None:
+        """The latest request, or another that comes late, uses blocks."""
+        of_request = self._of_request
+        if request > self._beyond:
+            of_request[request] = of_request.get(request, 0) + n_blocks
+            self._within += n_blocks
+        while self._within > self.room_blocks:
+            oldest = next(iter(of_request))
+            self._within -= of_request.pop(oldest)
+            self._beyond = max(self._beyond, oldest)
+
+    def count(self, n_accessed: int, n_found: int, n_lru: int) -> None:
+        """Of so many blocks accessed so many were found, and LRU would have found so many."""
+        self._accessed += n_accessed
+        self._lost = max(self._lost + n_lru - n_found, -_CREDIT_MOST * self._accessed)
+        self._squares += float(n_lru - n_found) ** 2
+        room = self.room_blocks if self.room_blocks < math.inf else 0
+        if self._accessed > max(_MEMORY_MIN_BLOCKS, _MEMORY_SHARE * room):
+            self._accessed /= 2
+            self._lost /= 2
+            self._squares /= 4
+        limit = _LOSS_ENDS if self.loses else _LOSS_BEGINS
+        chance = _CHANCE * math.sqrt(self._squares)
+        self.loses = self._lost > limit * self._accessed + chance

@@ -1,0 +1,195 @@
+"""The default policy in an index: its books against plain ones, block by block, and what it finds against LRU."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvstore.bench.generate import ConversationOptions, generate_trace
+from kvstore.bench.simulate import HitCounts, simulate
+from kvstore.bench.trace import Trace, TraceRequest
+from kvstore.prefix_index.index import PrefixIndex
+from kvstore.prefix_index.policies.hazard import HazardPolicy
+from kvstore.prefix_index.policies.hazard_refit import RefitInChild
+from kvstore.prefix_index.policy import Use
+from kvstore.prefix_index.rows import RowPath
+
+ROOT = b"r" * 16
+LOSS_MOST = 0.002
+Request = tuple[float, list[int]]
+
+
+def trace_of(requests: list[Request], name: str = "made") -> Trace:
+    """Of times and rows; equal leading rows are the same blocks."""
+    known: dict[tuple[int, ...], int] = {}
+    ids: list[int] = []
+    offsets = [0]
+    plain = []
+    for time_s, rows in requests:
+        ids.extend(known.setdefault(tuple(rows[: n + 1]), len(known)) for n in range(len(rows)))
+        offsets.append(len(ids))
+        plain.append(TraceRequest(time_s, 512 * len(rows), 100))
+    return Trace(name, tuple(plain), np.array(offsets, np.int64), np.array(ids, np.uint64), 512)
+
+
+def hits(trace: Trace, percent: float, policy: str | HazardPolicy = "hazard") -> HitCounts:
+    return simulate(trace, policy, max(1, int(trace.unique_blocks * percent / 100)))
+
+
+# Books -------------------------------------------------------------------------------------------
+
+
+def _check_books(policy: HazardPolicy, index: PrefixIndex, used: Counter[bytes]) -> None:
+    """Every block is in one run, whose uses are its own; every run has as many blocks as point to it."""
+    table, runs = index.table, policy._runs
+    alive = table.alive()
+    run_of = policy._run_of[alive].astype(np.int64)
+    watched = Counter(run_of.tolist())
+    ghosts = policy._ghosts
+    watched.update((ghosts._runs[ghosts._runs != 0].astype(np.int64) - 1).tolist())
+    assert {run: int(runs.blocks[run]) for run in runs.live().tolist()} == dict(watched)
+    assert runs.n == len(watched)
+    for block, run in zip(alive.tolist(), run_of.tolist(), strict=True):
+        uses, known = used[table.key[block].tobytes()], int(runs.uses[run])
+        assert known == uses if uses < 12 else known >= 12
+    for block in alive.tolist():
+        parent = int(table.parent[block])
+        assert policy._depth[block] == (0 if parent == 0xFFFFFFFF else policy._depth[parent] + 1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_runs_are_what_plain_books_say(seed: int) -> None:
+    dice = random.Random(seed)
+    policy = HazardPolicy()
+    index = PrefixIndex(policy, reserve_blocks=16)
+    used: Counter[bytes] = Counter()
+    capacity = dice.randrange(5, 40)
+    for number in range(150):
+        tokens = [dice.randrange(3) for _ in range(dice.randrange(1, 17))]
+        path = RowPath.from_tokens(np.array(tokens, np.uint32), 2)
+        use = Use(number * dice.random(), len(tokens), block_tokens=2)
+        found = index.match(ROOT, path).ids
+        index.touch(found, use)
+        slots = np.zeros(path.n_rows - len(found), np.int64)
+        stored = index.insert(ROOT, path, len(found), slots, 1, use)
+        ids = np.concatenate((found, stored.ids))
+        is_used = [*[True] * len(found), *stored.is_new.tolist()]
+        used.update(index.table.key[block].tobytes() for block in ids[is_used].tolist())
+        if dice.random() < 0.3:
+            index.ended(ids, Use(use.now_s, len(tokens), dice.randrange(1, 99), block_tokens=2))
+        if dice.random() < 0.2:
+            index.demote(ids[-1:])
+        index.evict(max(0, index.n_blocks - capacity))
+        if number % 10 == 9:
+            _check_books(policy, index, used)
+
+
+@pytest.mark.parametrize("percent", [3.0, 20.0])
+def test_the_yardstick_counts_what_lru_finds(percent: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = conversations(3)
+    found_by_lru: list[int] = []
+    policy = HazardPolicy()
+    count = policy._yardstick.count
+
+    def note(n_accessed: int, n_found: int, n_lru: int) -> None:
+        found_by_lru.append(n_lru)
+        count(n_accessed, n_found, n_lru)
+
+    monkeypatch.setattr(policy._yardstick, "count", note)
+    own = hits(trace, percent, policy).block_hits
+    lru = hits(trace, percent, "lru").block_hits
+    assert own != lru, "else nothing is tested"
+    assert abs(sum(found_by_lru) - lru) <= 0.002 * trace.block_accesses
+
+
+# What it finds -----------------------------------------------------------------------------------
+
+
+def conversations(seed: int, sessions: int = 150, block_tokens: int = 128) -> Trace:
+    return generate_trace(
+        ConversationOptions(sessions=sessions, seed=seed, block_tokens=block_tokens, sessions_per_s=2.0)
+    ).block_view
+
+
+def loop(seed: int) -> Trace:
+    """The same prompts over and over, more than fit."""
+    return trace_of([(float(n), [n % 60 + 60 * seed, 1, 2, 3]) for n in range(1200)])
+
+
+def uniform(seed: int) -> Trace:
+    dice = random.Random(seed)
+    return trace_of([(float(n), [dice.randrange(200), 1, 2]) for n in range(1200)])
+
+
+def popular(seed: int) -> Trace:
+    """A few prompts often, many seldom, and which they are shifts."""
+    dice = random.Random(seed)
+    return trace_of([(n / 4, [int(dice.paretovariate(0.8)) + n // 300 * 7, 1, 2, 3]) for n in range(1500)])
+
+
+def bursts(seed: int) -> Trace:
+    """A prompt comes many times within seconds, then never again."""
+    dice = random.Random(seed)
+    times = [(dice.randrange(400) + dice.expovariate(0.5), name) for name in range(300) for _ in range(4)]
+    return trace_of([(time_s, [name, 1, 2, 3, 4]) for time_s, name in sorted(times)])
+
+
+def agents(seed: int) -> Trace:
+    """Growing prompts behind one of three shared heads, a step every few seconds, among prompts used once."""
+    dice = random.Random(seed)
+    steps: list[Request] = []
+    for run in range(60):
+        time_s, rows = dice.uniform(0, 600), [dice.randrange(3), 7, 7, 1000 + run]
+        for step in range(dice.randrange(3, 14)):
+            rows = [*rows, *range(step, step + dice.randrange(1, 4))]
+            steps.append((time_s, rows))
+            time_s += dice.expovariate(0.2)
+    steps += [(dice.uniform(0, 700), [5000 + once, *range(12)]) for once in range(400)]
+    return trace_of(sorted(steps))
+
+
+@pytest.mark.parametrize("make", [conversations, loop, uniform, popular, bursts, agents])
+@pytest.mark.parametrize("percent", [3.0, 25.0])
+def test_never_worse_than_lru(make: Callable[[int], Trace], percent: float) -> None:
+    trace = make(1)
+    lru, own = hits(trace, percent, "lru"), hits(trace, percent)
+    assert own.block_hit_ratio >= lru.block_hit_ratio - LOSS_MOST
+
+
+def test_it_learns_what_is_used_once() -> None:
+    trace = agents(2)
+    assert hits(trace, 5.0).block_hit_ratio > hits(trace, 5.0, "lru").block_hit_ratio + 0.02
+
+
+def test_the_same_trace_gives_the_same_hits() -> None:
+    trace = agents(3)
+    assert hits(trace, 10.0) == hits(trace, 10.0)
+
+
+# Learning beside -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [("sh", "-c", "kill -9 $$"), ("sh", "-c", "cat > /dev/null; echo no")])
+def test_without_a_model_it_is_lru(command: tuple[str, ...]) -> None:
+    trace = agents(4)
+    refit = RefitInChild(60.0, command)
+    own = hits(trace, 5.0, HazardPolicy(refit))
+    assert refit.wait(60.0)
+    assert refit.n_failed > 0
+    assert own.block_hits == hits(trace, 5.0, "lru").block_hits
+
+
+def test_a_model_from_a_child_comes_into_force() -> None:
+    policy = HazardPolicy(refit := RefitInChild())
+    hits(agents(5), 5.0, policy)
+    assert refit.wait(60.0)
+    before = policy.version
+    index = PrefixIndex(policy, reserve_blocks=16)
+    path = RowPath.from_tokens(np.arange(4, dtype=np.uint32), 2)
+    index.insert(ROOT, path, 0, np.zeros(2, np.int64), 1, Use(1e6, 4, block_tokens=2))
+    assert refit.n_made > 0
+    assert policy.version > before
