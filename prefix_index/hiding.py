@@ -1,7 +1,8 @@
 """Blocks that must not be found any more, at once, though taking them away takes its time.
 
 Hidden blocks are out of the tree, with all that follows them: nobody finds them, and a prompt that is stored again
-gets blocks of its own. They keep their copies until they are taken, the last block of a prompt first, and as long as somebody uses them.
+gets blocks of its own. They keep their copies until they are taken, the last block of a prompt first, and as long as
+somebody uses them.
 """
 
 from __future__ import annotations

@@ -89,10 +89,8 @@ class RowPath:
         """
         if not isinstance(hash_bytes, int) or not 0 < hash_bytes <= _MAX_HASH_BYTES:
             raise BadInputError(f"hash_bytes is {hash_bytes!r}; it must be a whole number from 1 to {_MAX_HASH_BYTES}")
-        if isinstance(data, np.ndarray):
-            view = _flat(hash_array(data, hash_bytes))
-        else:
-            view = _flat_buffer(data, "hashes")
+        is_array = isinstance(data, np.ndarray)
+        view = _flat(hash_array(data, hash_bytes)) if is_array else _flat_buffer(data, "hashes")
         if view.nbytes % hash_bytes:
             raise BadInputError(f"hashes are {view.nbytes} bytes; that is no multiple of hash_bytes {hash_bytes}")
         return cls(view, hash_bytes, hash_bytes, block_tokens)

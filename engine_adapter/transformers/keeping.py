@@ -2,7 +2,7 @@
 
 A pass of many tokens (the prefill, or a chunk of it) is stored layer by layer while it is computed. Passes of few
 tokens are only noted: layers hold their KV anyway, so it is taken from there, all layers at once, when a block is
-complete. So a decoding step has nothing to do for each layer.
+complete. So for the store a decoding step has nothing to do for each layer.
 """
 
 from __future__ import annotations

@@ -193,7 +193,9 @@ def _listed_in_file(
     try:
         write_namespaces(files, listed)
     except CatalogError as error:
-        log.warning("%s; it is tried again with the next names", error, extra=about("nvme_list_failed", error=str(error)))
+        log.warning(
+            "%s; it is tried again with the next names", error, extra=about("nvme_list_failed", error=str(error))
+        )
         return in_file
     return listed
 

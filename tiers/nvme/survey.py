@@ -121,7 +121,8 @@ def survey(
 ) -> Survey:
     """Read everything in a directory; with ``repair`` also make the catalog true. Blocks for as long as that takes.
 
-    ``inspect`` and ``verify`` know the frames. Without ``frames`` only names are looked at, and frames believed. Raises ConfigError for what is no such directory, or in use; OSError, or
+    ``inspect`` and ``verify`` know the frames. Without ``frames`` only names are looked at, and frames believed.
+    Raises ConfigError for what is no such directory, or in use; OSError, or
     CatalogError when the new catalog can't be written: then the old one is still there.
     """
     with _opened(directory) as (files, superblock, segments):

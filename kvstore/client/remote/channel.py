@@ -75,7 +75,9 @@ class Channel:
 
     def open_session(self, request: pb.HelloRequest) -> Any:
         """The stream of a session's messages."""
-        return self._channel.unary_stream(f"/{SERVICE}/Session")(request.SerializeToString(), metadata=self._metadata)
+        # The same to the daemon as unary_stream, which in this channel only its reader's thread drives.
+        stub = self._channel.stream_stream(f"/{SERVICE}/Session")
+        return stub(iter((request.SerializeToString(),)), metadata=self._metadata)
 
     def start(self, method: Method, request: Message, timeout_s: float) -> Any:
         """Begin a call; returns its future. Raises BadInputError for a message that is too long."""

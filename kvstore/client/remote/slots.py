@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from kvstore import native
 from kvstore.client.borrowing import AbandonedError, Borrowing, current
-from kvstore.client.remote.ahead import ReadAhead
 from kvstore.client.remote.channel import ChannelCalls, error_of
 from kvstore.client.slots import Bytes, View
 from kvstore.client.transport import RefusedError
@@ -213,15 +212,8 @@ class _Reading:
         """Blocks until all has come. Raises what the daemon answers, RefusedError for damaged blocks."""
         stream = calls.channel.read(request, timeout_s)
         try:
-            messages = iter(stream)
-            for payload in messages:
-                self._take(payload, first=True)
-                break
-            if self._n_bytes - self._n_there > CHUNK_MESSAGE_BYTES:
-                with ReadAhead(messages, stream.cancel) as ahead:
-                    self._take_all(ahead)
-            else:
-                self._take_all(messages)
+            for i, payload in enumerate(stream):
+                self._take(payload, first=i == 0)
         except DamagedError as error:
             raise RefusedError(f"{error}: they are misses") from error  # the connection is as good as before
         except grpc.RpcError as error:
@@ -233,11 +225,7 @@ class _Reading:
 
     @property
     def _n_bytes(self) -> int:
-        return (self._n_blocks or 0) * self._rows.shape[1]
-
-    def _take_all(self, messages: Iterable[bytes]) -> None:
-        for payload in messages:
-            self._take(payload, first=False)
+        return (self._n_blocks or 0) * int(self._rows.shape[1])
 
     def _take(self, payload: bytes, *, first: bool) -> None:
         """Put a piece that came where it belongs and compare the blocks that it ends."""

@@ -105,7 +105,8 @@ def test_a_cache_that_was_cut_behind_its_back_stores_nothing_wrong(make_cache: M
     with torch.no_grad():
         for part in (PROMPT, said):
             model(part, past_key_values=cache)
-        for layer in cache.layers:
+        layers: Any = cache.layers
+        for layer in layers:
             layer.crop(-2)
         for token in other.split(1, dim=1):
             model(token, past_key_values=cache)
