@@ -57,7 +57,8 @@ def run(options: EmbeddedBenchOptions, socket_path: Path) -> dict[str, float]:
             seconds = paired(options.pairs, inside.bursts(name), behind.bursts(name))
             figures[f"{name}_embedded_us"], figures[f"{name}_socket_us"] = (np.median(seconds, axis=0) * 1e6).tolist()
             figures[f"{name}_ratio"] = float(np.median(seconds[:, 0] / seconds[:, 1]))
-        inside.compare(), behind.compare()
+        inside.compare()
+        behind.compare()
     return figures
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.clock import Clock
-from kvstore.prefix_index.block_table import NVME, Ids
+from kvstore.prefix_index.block_table import NVME, At, Ids
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.tiers.nvme.tier import NvmeTier
 
@@ -31,7 +31,7 @@ class Lives:
         self._clock = clock
         self._unix_s = unix_s
 
-    def until_s(self, ids: Ids) -> NDArray[np.float64]:
+    def until_s(self, ids: At) -> NDArray[np.float64]:
         """Until when each of the blocks may be found: Unix time, inf for no end."""
         return self._index.hints.expire_s(ids) + self._ahead_s()
 

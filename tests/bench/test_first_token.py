@@ -32,7 +32,7 @@ def test_hits_and_misses_are_what_they_are_called(rig: Rig) -> None:
     hits = measure_hits(rig, prefix_tokens=130, pairs=2)
     assert (hits["prefix_tokens"], hits["pairs"]) == (130, 2)
     assert hits["ratio_95"][0] <= hits["ratio"] <= hits["ratio_95"][1]
-    misses = measure_misses(rig, prompt_tokens=70, pairs=2)
+    misses = measure_misses(rig, prompt_tokens=70, new_tokens=3, pairs=2)
     assert min(misses["miss_s"], misses["no_cache_s"], misses["cpu_ratio"]) > 0
 
 

@@ -139,7 +139,7 @@ def test_the_example_passes_its_own_check(tmp_path: Path) -> None:
         (["config", "--show", "--config", "/nowhere/k.toml"], "/nowhere/k.toml can't be read"),
         (["config", "--show", "--dram", "1KiB"], "1024"),
         (["serve", "--socket", "none"], "give --socket a path"),
-        (["serve", "--policy", "mru"], "policy is 'mru'; known are lru"),
+        (["serve", "--policy", "mru"], "policy is 'mru'; known are fifo, "),
         (["serve", "--config", "/nowhere/k.toml"], "/nowhere/k.toml can't be read"),
         (["serve", "--metrics-listen", "0.0.0.0:1"], "--metrics-allow-remote"),
         (["serve", "--grpc-listen", "127.0.0.1:1"], "--grpc-tls-cert"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ class Caller:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
         # Long enough that a stall of this machine is no look in vain.
         monkeypatch.setattr(transport, "SPIN_S", 0.002)
-        monkeypatch.setattr(transport.os, "sched_getaffinity", lambda _: {0, 1})
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
         self.transport = Transport(pair, 5.0)
         self.poller = Poller(pair.ends[1], self.transport._poller)
         self.transport._poller = self.poller  # type: ignore[assignment]
@@ -84,7 +85,8 @@ def test_a_reply_that_comes_at_once_is_seen_without_sleeping(monkeypatch: pytest
 
 def test_looks_in_vain_make_the_next_ones_rarer(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
     caller = Caller(monkeypatch, pair)
-    gaps, asleep = [], 0
+    gaps: list[int] = []
+    asleep = 0
     while len(gaps) < VAIN_MAX + 2:
         looks, sleeps = caller.wait(reply_after_looks=None)
         assert sleeps == 1

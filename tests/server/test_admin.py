@@ -314,7 +314,7 @@ def test_namespaces_of_one_shard(client: Client) -> None:
     for rank in ranks:
         client.open(rank).put(tokens(1), blocks(1))
 
-    def found(**ranks: int) -> set[Shard]:
+    def found(**ranks: Any) -> set[Shard]:
         return {info.namespace.shard for info in client.namespaces(**ranks) if info.namespace is not None}
 
     assert found(tp_rank=1) == {Shard(1, 2, 0, 2), Shard(1, 2, 1, 2)}

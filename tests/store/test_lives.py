@@ -125,7 +125,8 @@ def test_a_change_that_the_disk_refuses_is_made_later(rig: TwoTierRig, monkeypat
     rig.put(ALICE, prompt)
     rig.settle()
     book = rig.nvme._opened.book
-    commit, refused = book.commit, []
+    commit = book.commit
+    refused: list[int] = []
 
     def refuse(records: Any, deletes: Any, renamed: Any = NO_RECORDS) -> None:
         if len(renamed) and not refused:

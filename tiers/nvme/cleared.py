@@ -85,7 +85,7 @@ def open_marks(files: Files, log_seqs: Sequence[int]) -> Marks:
 
 @dataclass(slots=True, eq=False)
 class MarkJob:
-    """Marks on their way to the disk. ``run`` once, on the thread that writes names; then ``finish_mark``, the tier's."""
+    """Marks on their way to the disk. ``run`` once, on the thread that writes names, then ``finish_mark``."""
 
     files: Files
     data: bytes

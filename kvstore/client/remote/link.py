@@ -30,7 +30,7 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Whoever waits for the next message receives it: handing it over from a thread of the channel costs a tenth of a Read.
+    # Whoever waits for the next message receives it: a thread of the channel that hands it over costs a tenth of a Read.
     (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
 )
 

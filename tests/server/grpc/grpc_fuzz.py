@@ -37,7 +37,7 @@ OTHERS_TOKEN = "a-token-for-the-other-tenant"  # noqa: S105
 TOKEN_FILE = f"{TOKEN}\n{OTHERS_TOKEN} other\n"
 BLOCK_BYTES = NAMESPACE.spec.block_bytes
 BLOCK_TOKENS = NAMESPACE.spec.block_tokens
-NOISY = {Method.GOODBYE: 0.02, Method.VERIFY: 0.1}
+NOISY: dict[Any, float] = {Method.GOODBYE: 0.02, Method.VERIFY: 0.1}
 """As in ``wire_fuzz``."""
 UNARY = {rpc_name(method.name): method for method in sorted(REPLIES) if method not in LOCAL}  # type: ignore[attr-defined]
 GRPC_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))

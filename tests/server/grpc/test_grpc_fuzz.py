@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_every_call_ends_and_leaves_nothing_behind(tmp_path: Path, tiers: str, w
         assert {"OK", "INVALID_ARGUMENT", "UNAUTHENTICATED", "ABORTED", "NOT_FOUND"} <= by_status.keys()
         assert late_bytes - early_bytes < 32 * MIB, f"grew from {early_bytes} to {late_bytes} bytes"
         wait_until(lambda: all(client.stats()[name] == 0 for name in HELD), f"none is left of {HELD}")
-        stats = client.stats()
+        stats: Any = client.stats()
         assert (stats["sessions"], stats["jobs_failed"]) == (1, 0)
         assert stats["grpc_written_bytes"] > 0
         assert stats["grpc_read_bytes"] > 0
