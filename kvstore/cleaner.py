@@ -36,10 +36,12 @@ class Cleaner:
         self._write(ids[~self._index.resident(ids, NVME) & ~self._index.parts.is_spare(ids)])
 
     def drain(self) -> bool:
-        """Before the end: queue what only DRAM holds, most valued first; True once nothing is left to write.
+        """Before the end: queue what only DRAM holds, most valued first, and have names say longer lives; True once
+        nothing is left to write.
 
         Call it again after each job. Looks at the whole table.
         """
+        self._offloader.renew_lives()
         if self._offloader.suspended:
             return True
         if self._offloader.has_much_room:

@@ -23,15 +23,17 @@ from kvstore.clock import Clock
 from kvstore.compression.frame import FrameLayout, FrameRow
 from kvstore.errors import IntegrityError
 from kvstore.jobs import Job, Jobs, Lane
+from kvstore.lives import Lives
 from kvstore.metrics import Counters
 from kvstore.native import aligned_bytes
 from kvstore.offload_batch import Part, Writing
+from kvstore.persist import Persist
 from kvstore.prefix_index.block_table import DRAM, NO_PARENT, NVME, At, Ids
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme.compaction import CompactJob
 from kvstore.tiers.nvme.tier import NvmeTier
-from kvstore.waiting import Awaited, Waiters
+from kvstore.waiting import Waiters
 
 WRITES_MAX = 3
 """Batches on their way to the disk. Measured against fio: two reach .67 to .94 of its durable writes, three .86 to
@@ -49,18 +51,6 @@ class WritePolicy(StrEnum):
     SELECTIVE = "selective"
 
 
-class Persist(Awaited):
-    """What a request that wants durable blocks waits for. ``rest``: blocks that have yet to be queued, in order."""
-
-    def __init__(self, ids: Ids, waiting: list[int]) -> None:
-        super().__init__(ids, waiting)
-        self.rest = deque(waiting)
-        self.n_blocks = len(ids)
-        """Blocks of the prompt that it is about; with parts of blocks there are more ``ids``."""
-        self.n_durable: Callable[[], int] | None = None
-        """Says how many are durable where that isn't simply the leading ones of ``ids``."""
-
-
 class Offloader:
     """Writes DRAM blocks to NVMe. Called on the store's thread only; see ``Job`` for the rest."""
 
@@ -71,7 +61,7 @@ class Offloader:
         nvme: NvmeTier,
         layout_of: Callable[[int], FrameLayout | None],
         number_of: Callable[[int], int],
-        until_of: Callable[[Ids], NDArray[np.float64]],
+        lives: Lives,
         jobs: Jobs,
         counters: Counters,
         clock: Clock,
@@ -82,7 +72,7 @@ class Offloader:
     ) -> None:
         """``layout_of``, ``number_of``: frames and catalog number of a namespace, by its number in the block table.
 
-        No frames: blocks of that namespace can't lie on NVMe. ``until_of``: until when blocks may be found, Unix time.
+        No frames: blocks of that namespace can't lie on NVMe.
         ``hits``: at which access ``selective`` writes.
         """
         self._index = index
@@ -90,7 +80,7 @@ class Offloader:
         self._nvme = nvme
         self._layout_of = layout_of
         self._number_of = number_of
-        self._until_of = until_of
+        self._lives = lives
         self._jobs = jobs
         self._counters = counters
         self._clock = clock
@@ -135,7 +125,7 @@ class Offloader:
 
     @property
     def idle(self) -> bool:
-        """Nothing waits to be written."""
+        """Nothing waits to be written, no name to be changed."""
         return not self._pending and self._compacting is None
 
     # What to write -------------------------------------------------------------------------------
@@ -193,7 +183,9 @@ class Offloader:
         What finds no room in the queue now is queued as room comes, as long as somebody waits for it.
         """
         self._index.pin(ids)
-        persist = Persist(ids, self._index.chain_unpersisted(ids[self._index.resident(ids, DRAM)]).tolist())
+        unwritten = self._index.chain_unpersisted(ids[self._index.resident(ids, DRAM)]).tolist()
+        persist = Persist(ids, unwritten, late := self._lives.await_names(ids))
+        self._waiters.add(persist, late)
         self._persists[persist] = None
         self.pump()
         return persist
@@ -207,9 +199,11 @@ class Offloader:
 
     def n_durable(self, persist: Persist) -> int:
         """How many of its leading blocks are durable now."""
-        if persist.n_durable is not None:
-            return persist.n_durable()
-        durable = self._index.resident(persist.ids, NVME)
+        return self.n_leading(persist.ids) if persist.n_durable is None else persist.n_durable()
+
+    def n_leading(self, ids: At) -> int:
+        """How many leading ones of these blocks lie on NVMe, each with the life that it has."""
+        durable = self._index.resident(ids, NVME) & ~self._lives.is_late(ids)
         return int(durable.argmin()) if not durable.all() else len(durable)
 
     def why_not_durable(self, persist: Persist) -> str:
@@ -222,7 +216,7 @@ class Offloader:
             return "blocks of this namespace can't lie on NVMe: the daemon's log says why"
         if self.suspended:
             return f"nothing can be written for now: NVMe is {self._nvme.health if self._writes_in_time else 'stuck'}"
-        return "NVMe has no room for the others, or they are not in DRAM any more"
+        return "NVMe has no room for the others, they are not in DRAM any more, or just got a longer life"
 
     # Progress ------------------------------------------------------------------------------------
 
@@ -231,6 +225,8 @@ class Offloader:
         self.has_work = False
         if self.suspended:
             self._drop_queue()
+        said = self._lives.take_said(given_up=self.suspended)
+        self._waiters.settle(block for block in said if block not in self._pending)
         for persist in list(self._persists):
             if persist.rest:
                 self._feed(persist)
@@ -239,6 +235,11 @@ class Offloader:
         if self._compacting is None and (job := self._nvme.begin_compact()) is not None:
             self._compacting = job
             self._jobs.append(Job(Lane.WRITE, job.run, self._compacted))
+
+    def renew_lives(self) -> None:
+        """Have names changed that are to say longer lives; not ``idle`` until all have been, or can't be for now."""
+        self._lives.renew()
+        self.pump()
 
     def _may_start(self) -> bool:
         n_writing = sum(not each.written for each in self._writes)
@@ -304,7 +305,7 @@ class Offloader:
             np.concatenate([np.full(len(part.ids), part.layout.payload_bytes, np.uint32) for part in parts]),
             [pieces for part in parts for pieces in part.buffers()],
             np.concatenate([part.firsts for part in parts]),
-            self._until_of(np.concatenate([part.ids for part in parts])),
+            self._lives.until_s(np.concatenate([part.ids for part in parts])),
         )
         writing = Writing(parts, job, self._clock.now_s(), n_bytes)
         self._writes.append(writing)
@@ -376,7 +377,6 @@ class Offloader:
         live[live] = joins = self._index.may_join_nvme(writing.ids[live])
         self._nvme.free(writing.slots[finished][~joins], soon=True)
         self._index.add_nvme(writing.ids[live], writing.slots[live])
-        self._index.hints.move(writing.ids[live])  # it may have been made longer meanwhile
         n_live = int(live.sum())
         self._counters.add("offloaded_blocks", n_live)
         self._counters.add("offloaded_bytes", writing.n_bytes if n_live == len(live) else 0)
@@ -406,12 +406,13 @@ class Offloader:
             self._settle(blocks)
 
     def _settle(self, blocks: list[int]) -> None:
-        """These blocks are no longer pending, for better or worse."""
+        """These blocks are no longer pending, for better or worse. Who waits for a name goes on waiting."""
         self._pending_bytes -= sum(map(self._frame_bytes, blocks))
         parents = np.array([self._pending.pop(block) for block in blocks], np.uint32)
         self._index.unpin(np.array(blocks, np.uint32))
         self._index.unpin_each(parents[parents != NO_PARENT])
-        self._waiters.settle(blocks)
+        late = set(self._lives.await_names(np.array(blocks, np.uint32)))
+        self._waiters.settle(block for block in blocks if block not in late)
 
     def _fits_layout(self, block: int) -> bool:
         table = self._index.table

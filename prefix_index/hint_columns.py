@@ -178,11 +178,12 @@ class HintColumns:
         self.is_shared[at] = True
         self.expires_s[at] = expires_s[np.isfinite(expires_s)]
 
-    def move(self, ids: At) -> None:
-        """Have ``take_moved`` give these, as far as they have a life."""
-        if self.has_ttl:
-            self._grow()
-            self.is_moved[ids.astype(np.intp, copy=False)] = self._any_moved = True
+    def has_moved(self, ids: At) -> NDArray[np.bool_]:
+        """Which of the blocks ``take_moved`` would give now."""
+        self._grow()
+        at = ids.astype(np.intp, copy=False)
+        moved: NDArray[np.bool_] = self.is_moved[at] & self._is_known(at)
+        return moved
 
     def take_moved(self) -> NDArray[np.intp]:
         """Blocks whose life has been made longer since this was called last. Looks at the whole table if any was."""

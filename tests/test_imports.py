@@ -13,6 +13,7 @@ LEAVES = {
     "types", "errors", "shards", "hybrid", "hints", "config", "clock", "metrics", "tokens", "native", "logs", "version",
 }  # fmt: skip
 SIBLINGS = {"prefix_index", "tiers", "compression", "device", "plan"}
+OFFLOADING = {"offload", "lives", "persist", "jobs"}
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(LEAVES, LEAVES),
     **dict.fromkeys(SIBLINGS, LEAVES),
@@ -25,11 +26,13 @@ ALLOWED: dict[str, set[str]] = {
     "onboard": LEAVES | SIBLINGS | {"lease", "room", "jobs", "waiting"},
     "offload_batch": LEAVES | SIBLINGS,
     "cleaner": LEAVES | SIBLINGS | {"offload"},
-    "offload": LEAVES | SIBLINGS | {"lease", "jobs", "waiting", "offload_batch"},
+    "lives": LEAVES | SIBLINGS,
+    "persist": LEAVES | SIBLINGS | {"waiting"},
+    "offload": LEAVES | SIBLINGS | {"lease", "jobs", "waiting", "offload_batch", "lives", "persist"},
     "holder": LEAVES,
     "takeover": LEAVES | SIBLINGS | {"holder"},
-    "store": LEAVES | SIBLINGS | {"cleaner", "lease", "room", "jobs", "onboard", "offload", "takeover"},
-    "server": LEAVES | SIBLINGS | {"lease", "room", "jobs", "onboard", "offload", "takeover", "store", "wire", "http"},
+    "store": LEAVES | SIBLINGS | OFFLOADING | {"cleaner", "lease", "room", "onboard", "takeover"},
+    "server": LEAVES | SIBLINGS | OFFLOADING | {"lease", "room", "onboard", "takeover", "store", "wire", "http"},
     "client": LEAVES | {"wire"},
     "embedded": LEAVES | SIBLINGS | {"server", "client"},
     "engine_adapter": LEAVES | {"client", "device", "compression", "plan"},

@@ -22,6 +22,7 @@ from kvstore.engine_adapter.vllm.revision import model_name, revision_of
 from kvstore.engine_adapter.vllm.scheduler import SchedulerSide
 from kvstore.engine_adapter.vllm.shapes import (
     GroupShape,
+    check_prefixes,
     group_shapes,
     layer_pages,
     namespace_of,
@@ -45,6 +46,7 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         options = Options.of(transfer.kv_connector_extra_config)
+        check_prefixes(vllm_config)
         self._groups: tuple[GroupShape, ...] = group_shapes(kv_cache_config, vllm_config.parallel_config)
         if len(self._groups) > 1 and not options.load_async:
             # The engine has no way to hear that a load inside of the batch failed for one of several groups.

@@ -54,6 +54,20 @@ class GroupShape:
         return self.window_tokens > 0
 
 
+def check_prefixes(vllm_config: Any) -> None:
+    """Raises BadInputError for an engine that says something else behind a prefix than if it computes the prefix, too.
+
+    vLLM's reference backend for MLA on CPUs: it reads latents in another way than it computes them, and the answers are
+    visibly apart. vLLM turns its own prefix caching and chunked prefill off with it, which is how to tell.
+    """
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    if on_cpu and vllm_config.model_config.use_mla and not vllm_config.scheduler_config.enable_chunked_prefill:
+        raise BadInputError(
+            f"{vllm_config.model_config.model} has MLA, and vLLM's backend for that on this CPU gives other answers "
+            "behind a prefix that it did not just compute (its own prefix caching is off, too): run it without kvstore"
+        )
+
+
 def group_shapes(kv_cache_config: Any, parallel_config: Any) -> tuple[GroupShape, ...]:
     """The groups that are stored. Raises BadInputError for a model or setting that can't be, and says which."""
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

@@ -97,6 +97,8 @@ class CheckedCopy:
     def _copy(self, offset: int, n_bytes: int, flat_address: int, *, to_flat: bool) -> Addresses:
         first_ended, end = offset // self._block_bytes, offset + n_bytes
         sums = np.empty(end // self._block_bytes - first_ended, np.uint64)
+        if not n_bytes:
+            return sums
         if _native is None or self._state is None:
             self._copy_numpy(offset, n_bytes, flat_address, sums, to_flat=to_flat)
             return sums
@@ -110,8 +112,6 @@ class CheckedCopy:
 
     def _copy_numpy(self, offset: int, n_bytes: int, flat_address: int, sums: Addresses, *, to_flat: bool) -> None:
         block_bytes, end = self._block_bytes, offset + n_bytes
-        if not n_bytes:
-            return
         touched = np.arange(offset // block_bytes, (end - 1) // block_bytes + 1)
         begin = np.maximum(touched * block_bytes, offset)
         sizes = (np.minimum((touched + 1) * block_bytes, end) - begin).astype(np.uint64)

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from kvstore.errors import EndedError
-from kvstore.offload import Persist
 from kvstore.onboard import Load
+from kvstore.persist import Persist
 from kvstore.server.loads import Waiting
 from kvstore.server.prompts import PromptReader
 from kvstore.server.replies import Reply, Result, lease_reply, life_s, no_persist, shard_reply

@@ -18,8 +18,8 @@ import numpy as np
 from kvstore.errors import BadInputError
 from kvstore.lease import Reservation
 from kvstore.metrics import LATENCY_BOUNDS_S, Distribution
-from kvstore.offload import Persist
 from kvstore.onboard import Load
+from kvstore.persist import Persist
 from kvstore.prefix_index.block_table import DRAM, Ids
 from kvstore.room import PendingReclaim
 from kvstore.server.family_handlers import FamilyHandlers

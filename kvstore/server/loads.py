@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from kvstore.errors import SessionEndedError
-from kvstore.offload import Persist
 from kvstore.onboard import Load
+from kvstore.persist import Persist
 from kvstore.server.replies import Reply, Result
 from kvstore.server.session import Session
 from kvstore.server.waits import checked_wait_s, wait_for

@@ -12,13 +12,13 @@ from kvstore.clock import Clock
 from kvstore.compression.frame import FrameLayout
 from kvstore.errors import BadInputError
 from kvstore.jobs import Jobs
+from kvstore.lives import Lives
 from kvstore.logs import about
 from kvstore.metrics import Counters
 from kvstore.offload import Offloader, WritePolicy
 from kvstore.onboard import Onboarder
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.room import RoomMaker
-from kvstore.store.lives import Lives
 from kvstore.store.namespaces import Namespaces, OpenNamespace
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme.tier import NvmeTier
@@ -69,7 +69,7 @@ class Hierarchy:
         self._lives = Lives(index, nvme, clock)
         self.onboarder = Onboarder(index, dram, nvme, room, self._layout, jobs, counters, clock, write.io_timeout_s)
         self.offloader = Offloader(
-            index, dram, nvme, self._layout, self._number, self._lives.until_s, jobs, counters, clock,
+            index, dram, nvme, self._layout, self._number, self._lives, jobs, counters, clock,
             write.policy, write.hits, write.queue_bytes(dram.capacity_bytes), write.io_timeout_s,
         )  # fmt: skip
         self.cleaner = Cleaner(index, self.offloader, counters, dram.capacity_bytes)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError
 from kvstore.lease import HeldPart, Lease, Pin, Reservation
-from kvstore.offload import Persist
 from kvstore.onboard import Load, Part
+from kvstore.persist import Persist
 from kvstore.prefix_index.block_table import DRAM, NVME, Ids
 from kvstore.prefix_index.index import Inserted, Match, MissingParent
 from kvstore.prefix_index.parts import ANY_TIER, Span
@@ -139,9 +139,10 @@ class Hybrids(StoreParts):
         if self.hierarchy is None or not len(reach.path):
             return None
         rules = prompt.namespace.rules
-        persist = self.hierarchy.offloader.begin_persist(reach.ids.astype(np.uint32))
+        offloader = self.hierarchy.offloader
+        persist = offloader.begin_persist(reach.ids.astype(np.uint32))
         persist.n_blocks = len(reach.path)
-        persist.n_durable = lambda: self.index.parts.reach(reach.path, rules, NVME)
+        persist.n_durable = lambda: self.index.parts.reach(reach.path[: offloader.n_leading(reach.path)], rules, NVME)
         return persist
 
     # Writing -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 from kvstore.errors import BadInputError, EndedError
 from kvstore.jobs import Job
 from kvstore.lease import Claim, Pin
-from kvstore.offload import Persist
+from kvstore.persist import Persist
 from kvstore.prefix_index.hiding import Hidden
 from kvstore.store.facts import store_stats
 from kvstore.store.family import Families

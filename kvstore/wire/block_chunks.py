@@ -39,8 +39,8 @@ class BlockChunks:
     def take(self, span: Span, data: memoryview, sent: bytes) -> None:
         """Copy a piece that came to the blocks. Blocks as ``chunk_of``.
 
-        Raises DamagedError if a block that it ends differs from its checksum, ProtocolError if those are too few or
-        many, before anything is copied.
+        Raises DamagedError if a block that it ends differs from its checksum, found while it is copied; ProtocolError
+        if there are too few checksums or too many, before anything is.
         """
         expected = unpack("checksums", sent, U64, span.n_ended)
         actual = self._copy.scatter(span.offset, span.n_bytes, np.frombuffer(data, np.uint8).ctypes.data)

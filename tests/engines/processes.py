@@ -38,8 +38,8 @@ def run_engine(
 ) -> dict[str, Any]:  # fmt: skip
     """What an engine process says; empty if it was told to ``die`` (see ``engine_process``).
 
-    ``seed`` is its PYTHONHASHSEED, ``more`` goes into every prompt. Fails after ``PROCESS_S``: workers that fail hang
-    the engine.
+    ``seed`` is its PYTHONHASHSEED, ``more`` goes into every prompt. Raises TimeoutExpired after ``PROCESS_S``: workers
+    that fail hang the engine.
     """
     answer = Path(tempfile.mkdtemp()) / "answer.json"
     told = {
@@ -54,9 +54,9 @@ def run_engine(
     )
     try:
         process.wait(PROCESS_S)
-    except subprocess.TimeoutExpired:
+    except BaseException:  # the test's own time limit, too: nothing stays behind
         kill_with_children(process)
-        pytest.fail(f"the engine did not end within {PROCESS_S} s")
+        raise
     if die is not None:
         assert process.returncode == -signal.SIGKILL
         return {}
@@ -110,12 +110,11 @@ class Server:
             self._process = subprocess.Popen(
                 self._command, stdout=log, stderr=log, cwd=self.log.parent, env=environment
             )
-        deadline_s, again = time.monotonic() + SERVER_START_S, threading.Event()
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline_s:
-                self.close()
-                pytest.fail(f"the server does not serve: {self.log.read_text()[-4000:]}")
-            again.wait(0.2)
+        try:
+            self._wait_for_answers()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(
@@ -144,6 +143,13 @@ class Server:
         for name, amount in re.findall(r"^([\w:]+)(?:\{.*\})? ([-+.\deE]+)$", text, re.MULTILINE):
             found[name] = found.get(name, 0.0) + float(amount)
         return found
+
+    def _wait_for_answers(self) -> None:
+        deadline_s, again = time.monotonic() + SERVER_START_S, threading.Event()
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                pytest.fail(f"the server does not serve: {self.log.read_text()[-4000:]}")
+            again.wait(0.2)
 
     def _answers(self) -> bool:
         try:

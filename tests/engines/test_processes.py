@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvstore.bench.vllm_engine import Prompt
+from kvstore.bench.vllm_engine import BLOCK_TOKENS, Prompt
 from tests.engines.conftest import DaemonProcess
 from tests.engines.processes import run_engine
 
@@ -26,3 +26,23 @@ def test_two_workers_load_what_both_have_stored(
     alone = run_engine(llama, daemon.socket, [chosen])
     assert alone["said"] == [expected[-6:]]
     assert alone["metrics"]["vllm:kvstore_load_blocks"] == 0
+
+
+def test_stages_of_a_pipeline_load_what_both_have_stored(
+    daemon: DaemonProcess, llama: Path, prompts: list[Prompt], expected: list[list[int]]
+) -> None:
+    """Pipeline parallel: each has half of the layers. vLLM for CPUs can do that only where it traces models first."""
+    chosen = prompts[-3:]
+    settings: dict[str, Any] = {
+        "pipeline_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "enforce_eager": False,
+        "compilation_config": {"mode": 2, "backend": "eager"},
+    }
+    out = run_engine(llama, daemon.socket, [chosen, chosen], **settings)
+    assert out["said"] == [expected[-3:]] * 2
+    metrics = out["metrics"]
+    whole = sum((len(prompt) - 1) // BLOCK_TOKENS for prompt in chosen)
+    assert metrics["vllm:external_prefix_cache_hits"] == whole * BLOCK_TOKENS
+    assert metrics["vllm:kvstore_load_blocks"] == 2 * whole
+    assert metrics["vllm:kvstore_errors"] == metrics["vllm:kvstore_loads_failed"] == 0

@@ -82,6 +82,16 @@ def test_a_span_of_nothing_copies_nothing() -> None:
     assert not len(CheckedCopy(row_addresses(block), 10).gather(0, 0, 0))
 
 
+@pytest.mark.usefixtures("way")
+def test_a_span_of_nothing_within_a_block_leaves_what_follows_as_it_is() -> None:
+    source = np.random.default_rng(3).integers(0, 256, (1, 200_000), dtype=np.uint8)
+    flat = np.zeros(200_000, np.uint8)
+    copy = CheckedCopy(row_addresses(source), 200_000)
+    assert not len(copy.gather(100_000, 0, flat.ctypes.data))
+    assert copy.gather(100_000, 100_000, flat.ctypes.data + 100_000).tolist() == sums_of(source)
+    np.testing.assert_array_equal(flat[100_000:], source[0, 100_000:])
+
+
 def test_the_fast_way_is_used_where_there_is_one() -> None:
     """On Linux, with the wheels of xxhash and the C part built: a change there would go unnoticed."""
     if not sys.platform.startswith("linux") or library() is None:

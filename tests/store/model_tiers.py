@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from kvstore.offload import Persist
 from kvstore.onboard import Load
+from kvstore.persist import Persist
 from tests.store.copies import Event
 from tests.store.model import TTLS_S
 from tests.store.model_reading import ReadingSteps

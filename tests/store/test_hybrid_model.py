@@ -21,8 +21,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from kvstore.errors import EndedError
-from kvstore.offload import Persist, WritePolicy
+from kvstore.offload import WritePolicy
 from kvstore.onboard import Load
+from kvstore.persist import Persist
 from kvstore.store.hierarchy import WriteBehind
 from kvstore.store.requests import LeaseLimits
 from kvstore.tiers.nvme.crash import MODES

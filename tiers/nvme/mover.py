@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.metrics import Counters
 from kvstore.tiers.nvme import names
@@ -42,6 +43,11 @@ class Mover:
     def fruitful(self) -> None:
         """Something was freed: what could not be gained before may be now."""
         self._n_fruitless = 0
+
+    def is_renaming(self, rows: Int64s) -> NDArray[np.bool_]:
+        """Whose names the job under way is to change; bool [n]."""
+        running = self.running
+        return np.zeros(len(rows), np.bool_) if running is None else np.isin(rows, running.renamed_rows)
 
     def may_gain(self) -> bool:
         """Whether room comes back without anything being freed."""

@@ -2,7 +2,8 @@
 
 The index pages of a segment say which frames it holds; a frame counts if its own header says the same. Frames
 that were dead come back by this if their place was not used again: they are whole, and the newest copy of a
-block wins. Blocks that were to be found for some time only are left out: nothing here says for how long.
+block wins. A block that was to be found for some time only, as its newest copy was written, is left out: nothing here
+says for how long, nor whether its life was made longer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvstore.tiers.nvme.files import Extent, Files
 from kvstore.tiers.nvme.layout import FRAME_BYTES_MIN, PAGE_BYTES, Geometry, Int64s
 from kvstore.tiers.nvme.namebook import number_for
 from kvstore.tiers.nvme.names import FIRST, RECORD, Records, seal
-from kvstore.tiers.nvme.recovery import SegmentOnDisk
+from kvstore.tiers.nvme.recovery import SegmentOnDisk, newest_of_each
 from kvstore.tiers.nvme.segment_index import ENTRY_FIRST, ENTRY_LIMITED, read_entries
 
 READ_BYTES = 32 << 20
@@ -57,23 +58,23 @@ def rebuild_names(
 ) -> Records:
     """Names of all frames that the segments hold, in order of writing. Adds to ``namespaces``, undescribed.
 
-    Frames that were cleared are left out.
+    Frames that were cleared are left out, and blocks that had an end.
     """
     marks = read_marks(files)
     numbers_of = {digest: number for number, (digest, _) in namespaces.items()}
-    found = [np.zeros(0, RECORD)]
+    found, limits = [np.zeros(0, RECORD)], [np.zeros(0, np.bool_)]
     for segment in sorted(segments, key=lambda each: each.log_seq):
         if segment.log_seq < 0:
             continue
-        records, digests = _names_of(files, geometry, segment)
+        records, digests, limited = _names_of(files, geometry, segment)
         counts = ~marks.excludes(segment.log_seq, digests)
-        records, digests = records[counts], digests[counts]
+        records, digests, limited = records[counts], digests[counts], limited[counts]
         good = np.zeros(len(records), np.bool_)
         for at, buffer in frames_of(files, segment.handle, records, headers_only=True):
             facts = inspect(buffer)
             value = records[at]["value"]
             good[at] = facts is not None and same_frame(facts, value, digests[at].tobytes())
-        records, digests = records[good], digests[good]
+        records, digests, limited = records[good], digests[good], limited[good]
         kinds, which = np.unique(digests.view("V16").reshape(-1), return_inverse=True)
         for digest in (kind.tobytes() for kind in kinds):
             if digest not in numbers_of:
@@ -83,7 +84,9 @@ def rebuild_names(
         if len(records):
             records["value"]["namespace"] = numbers[which.reshape(-1)]
         found.append(records)
+        limits.append(limited)
     together = np.concatenate(found).astype(RECORD)  # concatenate makes big-endian fields native
+    together = together[~_has_limit(together, np.concatenate(limits))]
     together["value"]["age"] = np.arange(len(together))
     seal(together)
     return together
@@ -110,8 +113,11 @@ def verified(files: Files, segments: list[SegmentOnDisk], records: Records, veri
     return good
 
 
-def _names_of(files: Files, geometry: Geometry, segment: SegmentOnDisk) -> tuple[Records, NDArray[np.uint8]]:
-    """What the index pages of a segment say: names, and the digests of their namespaces (uint8 [n, 16])."""
+def _names_of(
+    files: Files, geometry: Geometry, segment: SegmentOnDisk
+) -> tuple[Records, NDArray[np.uint8], NDArray[np.bool_]]:
+    """What the index pages of a segment say: names, the digests of their namespaces (uint8 [n, 16]),
+    and which blocks were to be found for some time only (bool [n])."""
     index = aligned_bytes((geometry.index_pages - 1) * PAGE_BYTES)
     index[:] = 0
     pages = [
@@ -119,8 +125,7 @@ def _names_of(files: Files, geometry: Geometry, segment: SegmentOnDisk) -> tuple
     ]
     files.read(segment.handle, pages)
     entries = read_entries(index, segment.log_seq)
-    entries = entries[entries["pages"] & ENTRY_LIMITED == 0]
-    sizes = entries["pages"] & ~ENTRY_FIRST
+    sizes = entries["pages"] & ~(ENTRY_FIRST | ENTRY_LIMITED)
     firsts = entries["page"].astype(np.int64)
     inside = (firsts >= geometry.index_pages) & ((firsts + sizes) * PAGE_BYTES <= segment.size_bytes)
     inside &= (sizes.astype(np.int64) * PAGE_BYTES >= FRAME_BYTES_MIN) & (
@@ -134,7 +139,15 @@ def _names_of(files: Files, geometry: Geometry, segment: SegmentOnDisk) -> tuple
         value[name] = entries[name]
     value["segment"], value["pages"] = segment.number, sizes
     value["flags"] = np.where(entries["pages"] & ENTRY_FIRST, FIRST, 0)
-    return records, np.ascontiguousarray(entries["namespace"])
+    return records, np.ascontiguousarray(entries["namespace"]), entries["pages"] & ENTRY_LIMITED != 0
+
+
+def _has_limit(records: Records, limited: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Which frames have an end, or are of a block whose last written frame has one; bool [n]."""
+    if not limited.any():
+        return limited
+    keys = np.ascontiguousarray(records["value"]["key"]).view("V16").reshape(-1)
+    return limited | np.isin(keys, keys[limited & newest_of_each(records)])
 
 
 def frames_of(files: Files, handle: int, records: Records, headers_only: bool) -> Iterator[tuple[int, memoryview]]:

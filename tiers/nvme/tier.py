@@ -295,6 +295,11 @@ class NvmeTier:
         """
         self._ledger.rename(self._ledger.table.rows_in(slots, FrameState.WRITING, FrameState.LIVE), until_s)
 
+    def is_changing(self, slots: Int64s) -> NDArray[np.bool_]:
+        """Which names have yet to say what ``live_until`` said; bool [n]."""
+        rows = self._ledger.table.rows(slots)
+        return self._ledger.table.is_renamed[rows] | self._mover.is_renaming(rows)
+
     # -- clearing -------------------------------------------------------------------------------
 
     def begin_mark(self, digests: Collection[bytes]) -> MarkJob:

@@ -16,6 +16,7 @@ from kvstore.client.remote.target import UNIX, Target
 from kvstore.client.slots import Bytes
 from kvstore.client.transport import NoWayError, TimedOutError, TurnedAwayError
 from kvstore.errors import DeniedError, EndedError, ProtocolError, UnavailableError
+from kvstore.native.heap import keep_freed_messages
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN
 
@@ -30,7 +31,7 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Whoever waits for the next message receives it: a thread of the channel that hands it over costs a tenth of a Read.
+    # Whoever waits for a message receives it: a thread of the channel that hands it over costs a tenth of a Read.
     (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
 )
 
@@ -43,6 +44,7 @@ class RemoteLink:
     """See ``Link``. Every session is a new one: nothing here outlives a connection."""
 
     def __init__(self, target: Target) -> None:
+        keep_freed_messages()
         self.address = target
         self._channels: weakref.WeakValueDictionary[bytes, Channel] = weakref.WeakValueDictionary()
 

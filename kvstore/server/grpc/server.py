@@ -18,6 +18,7 @@ from kvstore.config import GrpcOptions
 from kvstore.config.addresses import UNIX_PREFIX, split_tcp
 from kvstore.errors import ConfigError, DeniedError, InUseError
 from kvstore.logs import about
+from kvstore.native.heap import keep_freed_messages
 from kvstore.server.grpc.access import Everybody, TokenFile
 from kvstore.server.grpc.gateway import Gateway
 from kvstore.server.grpc.service import Service, deny
@@ -54,6 +55,7 @@ class GrpcServer:
         self._place: SocketPlace | None = None
         access = TokenFile(options.token_file) if options.token_file is not None else Everybody()
         self._pool = ThreadPoolExecutor(options.calls_max + max_clients + 1, "kvstore-grpc")
+        keep_freed_messages()
         self._server = grpc.server(
             self._pool,
             interceptors=(_Gate(access),),

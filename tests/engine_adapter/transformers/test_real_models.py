@@ -44,6 +44,6 @@ def test_the_same_words_in_float32_and_others_with_other_bytes(big_client: Clien
 
 def test_in_bfloat16_a_hit_is_no_noisier_than_chunks_are(big_client: Client, name: str) -> None:
     """The engine's own results differ with the size of its chunks. A stored prefix must not add to that."""
-    figures = distances(Subject(name, "bfloat16", big_client), n_prompts=2)
+    figures = distances(Subject(name, "bfloat16", big_client), n_prompts=1)
     assert figures["max_logit_difference_to_same_split"] == 0
-    assert 0 < figures["kl_hit"] <= 2 * figures["kl_chunks"]
+    assert figures["kl_hit"] <= 2 * figures["kl_chunks"] < figures["kl_zeros"]
