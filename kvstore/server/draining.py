@@ -1,4 +1,4 @@
-"""The end of a daemon: what only DRAM holds is written to NVMe, and nothing else moves."""
+"""The end of a daemon: what only DRAM holds is written to NVMe, longer lives too, and nothing else moves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read_no_more(store: Store) -> None:
 
 
 async def drain(store: Store, pump: JobPump, deadline_s: float) -> bool:
-    """Write what only DRAM holds; let the store's jobs end, and those that follow from them.
+    """Write what only DRAM holds and lives that got longer; let the store's jobs end, and those that follow from them.
 
     Blocks until ``deadline_s`` of the loop's clock at most. False if a job still runs then.
     """

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import BadInputError, EndedError
+from kvstore.hints import Hints
 from kvstore.hybrid import PARTS_MAX, parts_of, place_of
 from kvstore.offload import WritePolicy
 from kvstore.prefix_index.block_table import NVME
@@ -66,6 +67,26 @@ def test_what_no_hit_needs_is_not_written_to_nvme(policy: WritePolicy, tmp_path:
     written = sorted(len(tokens) // 2 for tokens, tiers in parts.items() if tiers & ON_NVME)
     assert written == [10, 11, 12]
     assert sum(tiers & ON_NVME != 0 for (_, _, part), tiers in copies.items() if part == 0) == 12
+    rig.store.forget_session(WRITER)
+    rig.close()
+
+
+def test_a_hybrid_hit_is_durable_with_the_life_that_its_blocks_have(tmp_path: Path) -> None:
+    rig, it = two_tiers(tmp_path, WritePolicy.THROUGH)
+    prompt = it.prompt(NEXT, TOKENS)
+    for part in range(2):
+        limited = rig.reserve(WRITER, it.prompt(NEXT, TOKENS, part)._replace(hints=Hints(ttl_s=600.0)))
+        rig.map_regions(WRITER, limited.slots, writable=True)
+        rig.store.commit(WRITER, limited.id)
+    rig.settle()
+    assert rig.persist(prompt) == 12
+    assert rig.store.begin_reserve(WRITER, prompt, 0, 12).n_present == 12  # without a limit
+    persist = rig.store.begin_persist(prompt)
+    assert persist is not None
+    assert (rig.store.n_durable(persist), persist.n_waiting) == (0, 12)
+    rig.jobs.all()
+    assert (rig.store.n_durable(persist), persist.done) == (12, True)
+    rig.store.end_persist(persist)
     rig.store.forget_session(WRITER)
     rig.close()
 

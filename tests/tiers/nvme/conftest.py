@@ -110,7 +110,7 @@ class Rig:
 
     # -- writing
 
-    def begin(self, keys: list[bytes], parents: list[bytes], pages: int) -> Pending | None:
+    def begin(self, keys: list[bytes], parents: list[bytes], pages: int, until_s: float = np.inf) -> Pending | None:
         """Allocate and begin to write as many of these as there is room for; None without any."""
         slots = self.tier.allocate(pages * PAGE, len(keys))
         if not len(slots):
@@ -123,7 +123,7 @@ class Rig:
         n = len(slots)
         job = self.tier.begin_write(
             slots, as_keys(keys), as_keys(parents), np.full(n, self.number, np.uint32),
-            np.full(n, (pages - 1) * PAGE, np.uint32), buffers,
+            np.full(n, (pages - 1) * PAGE, np.uint32), buffers, until_s=np.full(n, until_s),
         )  # fmt: skip
         return Pending(job, keys, parents, pages, slots, memory)
 

@@ -84,6 +84,25 @@ def test_a_lost_catalog_is_rebuilt(rig: Any, how: str) -> None:
     assert rig.tier.stats()["rebuilt"] == 0
 
 
+def test_of_a_block_the_last_written_copy_says_whether_it_had_an_end(rig: Any) -> None:
+    ended, lifted, kept = (rig.new_key() for _ in range(3))
+
+    def write(key: bytes, until_s: float) -> None:
+        pending = rig.begin([key], [ROOT], 3, until_s)
+        pending.job.write()
+        pending.job.name()
+        assert rig.finish(pending) == [key]
+
+    for key, untils_s in ((ended, (np.inf, 2e9)), (lifted, (2e9, np.inf)), (kept, (np.inf, np.inf))):
+        write(key, untils_s[0])
+        rig.free([key])
+        write(key, untils_s[1])
+    lose_catalog(rig, "folder")
+    rig.open()
+    assert set(rig.take_recovered()) == {lifted, kept}, "an older frame without an end stands for none that has one"
+    assert rig.read([lifted, kept]) == [True, True]
+
+
 def test_a_rebuilt_tier_that_is_too_full_finds_its_way_back(rig: Any) -> None:
     """The dead come back with the living and fill it beyond what may be live: it only asks to free more."""
     fill_with_moves(rig)
