@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from kvstore import AsyncClient, native
 from kvstore.client.borrowing import AbandonedError, Borrowing, current
 from kvstore.client.hands import Hands
-from kvstore.client.remote import slots as remote_slots
 from kvstore.config import DaemonConfig
 from kvstore.types import GroupKind, KVGroup, KVSpec, Namespace
+from kvstore.wire.block_chunks import BlockChunks
 from tests.client.conftest import grpc_options
 from tests.client.stopped import WAIT_S, Stopped
 
@@ -93,7 +93,7 @@ async def nothing_reserved(client: AsyncClient) -> None:
 def copies_of(target: Any, patch: pytest.MonkeyPatch, remote: str) -> Stopped:
     """The next copy from or to a caller's array: over gRPC by the function of this name."""
     if str(target).startswith("grpc+"):
-        return Stopped(patch, remote_slots, remote)
+        return Stopped(patch, BlockChunks, remote)
     return Stopped(patch, native, "copy_batch")
 
 
@@ -142,7 +142,7 @@ def test_a_cancelled_read_writes_nothing_afterwards(target: Any, way: str, monke
             out = content(0)
             lease = await cache.lease(prompt())
             coming = cache.get_into(prompt(), out) if way == "get_into" else lease.copy_into(out)
-            await cancelled_in(copies_of(target, monkeypatch, "take_chunk"), coming)
+            await cancelled_in(copies_of(target, monkeypatch, "take"), coming)
             await lease.release()
             out[:] = 7
             await until(client, "leases")

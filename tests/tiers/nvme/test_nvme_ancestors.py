@@ -19,7 +19,7 @@ ROOT = b"r" * 16
 def write(rig: Any, keys: Sequence[bytes], parents: Sequence[bytes], firsts: Sequence[bool]) -> list[bytes]:
     """As ``rig.put``, saying which are first blocks."""
     begin_write = rig.tier.begin_write
-    rig.tier.begin_write = lambda *given: begin_write(*given, np.array(firsts))
+    rig.tier.begin_write = lambda *given, **more: begin_write(*given, np.array(firsts), **more)
     try:
         pending = rig.begin(list(keys), list(parents), 3)
     finally:
@@ -46,7 +46,7 @@ def test_nor_one_below_it_in_the_same_job_or_the_next(rig: Any) -> None:
     missing, child, below, later = (rig.new_key() for _ in range(4))
     jobs = []
     begin_write = rig.tier.begin_write
-    rig.tier.begin_write = lambda *given: begin_write(*given, np.zeros(len(given[0]), np.bool_))
+    rig.tier.begin_write = lambda *given, **more: begin_write(*given, np.zeros(len(given[0]), np.bool_), **more)
     jobs.append(rig.begin([child, below], [missing, child], 3))
     jobs.append(rig.begin([later], [below], 3))
     for pending in jobs:
