@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from kvstore.client import Client
 from kvstore.engine_adapter.transformers import KVStoreCache
+from tests.cases.processes import DaemonProcess
 from tests.engine_adapter.transformers.models import BLOCK_TOKENS, MODELS
 
 MakeCache = Callable[..., KVStoreCache]
@@ -22,6 +24,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def daemon_process(tmp_path: Path) -> Iterator[DaemonProcess]:
+    """A daemon in a process of its own, to be killed and started again."""
+    process = DaemonProcess(tmp_path, "--nvme", "64MiB")
+    process.start()
+    yield process
+    process.end()
 
 
 @pytest.fixture(params=sorted(MODELS))

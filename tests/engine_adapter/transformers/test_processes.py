@@ -24,14 +24,6 @@ PROMPT = tokens(1, 70)[None]
 
 
 @pytest.fixture
-def daemon_process(tmp_path: Path) -> Iterator[DaemonProcess]:
-    process = DaemonProcess(tmp_path, "--nvme", "64MiB")
-    process.start()
-    yield process
-    process.end()
-
-
-@pytest.fixture
 def client(daemon_process: DaemonProcess) -> Iterator[Client]:
     with Client(daemon_process.socket_path, timeout_s=5.0) as connected:
         yield connected
