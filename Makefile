@@ -58,6 +58,7 @@ soak: $(READY)
 	  $(BIN)/kvstore replay --limit 5000 --clients 4 --dram-percent 5 --nvme-percent 25 --kill-at 0.5 \
 	    --write-policy $$policy --output $(RESULTS)/soak-$$policy || exit 1; \
 	done
+	KVSTORE_CROWD=200 $(BIN)/python -m pytest tests/client/remote/test_remote.py -k many_clients
 
 proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. kvstore/wire/kvstore.proto kvstore/wire/service.proto

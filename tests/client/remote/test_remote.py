@@ -26,6 +26,8 @@ from tests.client.scene import BLOCK_BYTES, BLOCK_TOKENS, blocks_of, spec_of, to
 
 NAMESPACE = Namespace("model", spec_of())
 TIMEOUT_S = 10.0
+CROWD = int(os.environ.get("KVSTORE_CROWD", "48"))
+"""Clients at once, a thread or more each. Many take the processors away from tests that run beside them."""
 
 
 @pytest.fixture
@@ -300,10 +302,10 @@ def test_a_forked_child_gets_misses_and_does_not_hang(remote: Client) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_two_hundred_clients_at_once_lose_no_call(serve: Callable[..., Any], listen: str) -> None:
+@pytest.mark.timeout(900)
+def test_many_clients_at_once_lose_no_call(serve: Callable[..., Any], listen: str) -> None:
     daemon = serve(dram_bytes=64 << 20)
-    n_clients, n_rounds, failures = 200, 5, []
+    n_clients, n_rounds, failures = CROWD, 5, []
     together = threading.Barrier(n_clients)
 
     def work(number: int) -> None:
