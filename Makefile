@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 RUNS   := $(VENV)/.ready-to-run
-SOURCES := pyproject.toml kvstore/native/streamcopy.c
+SOURCES := pyproject.toml kvstore/native/streamcopy.c kvstore/native/blockkeys.c
 # The links in kvstore/ to the folders beside it are not followed by every tool.
 CODE    := kvstore bench compression engine_adapter prefix_index tiers tests examples
 ENGINES := .venv-engines
@@ -44,6 +44,8 @@ bench: $(READY)
 	$(BIN)/kvstore bench bandwidth --output $(RESULTS)/bandwidth
 	$(BIN)/kvstore bench index --output $(RESULTS)/index
 	$(BIN)/kvstore bench hybrid --output $(RESULTS)/hybrid
+	$(BIN)/kvstore bench clients --output $(RESULTS)/clients
+	$(BIN)/kvstore bench overlap --output $(RESULTS)/overlap
 	$(BIN)/kvstore replay --output $(RESULTS)/replay
 
 # Long runs. Every sync point of more workloads under more seeds; replays with a killed daemon under every write policy.

@@ -64,17 +64,19 @@ def missing(name: str) -> str:
 
 
 def prepared(name: str) -> Path:
-    """The folder of a model, as transformers writes it. The first time takes a minute.
+    """The folder of a model, as transformers writes it. The first time takes a minute; afterwards it is there for other
+    environments, too, that lack its packages.
 
     Raises BadInputError if a package is missing.
     """
     if name not in MODELS:
         raise BadInputError(f"model is {name!r}; known are {', '.join(MODELS)}")
+    folder = _cache() / name
+    if (folder / PREPARED).exists():
+        return folder
     if need := missing(name):
         raise BadInputError(f"the model {name} is not installed: {need}")
-    folder = _cache() / name
-    if not (folder / PREPARED).exists():
-        _convert(importlib.import_module("transformers"), importlib.import_module("torch"), name, folder)
+    _convert(importlib.import_module("transformers"), importlib.import_module("torch"), name, folder)
     return folder
 
 

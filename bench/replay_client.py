@@ -205,15 +205,19 @@ class ReplayClient:
         most = max(1, _MAX_PUT_BYTES // self._block_bytes)
         now_s, hints = self._workload.requests[index].timestamp_s, work.hints(self._workload, index, is_done=True)
         for first in range(first_block, len(keys), most):
-            done = self._put(prompt, self._blocks(keys[first : first + most]), first, now_s, hints)
+            done = self._put(index, prompt, self._blocks(keys[first : first + most]), first, now_s, hints)
             self.result.skipped_blocks += done.n_skipped
             self.result.bytes_written += done.n_stored * self._block_bytes
 
     def _put(
-        self, prompt: NDArray[Any], blocks: NDArray[np.uint8], first: int, now_s: float, hints: Hints | None
+        self, index: int, prompt: NDArray[Any], blocks: NDArray[np.uint8], first: int, now_s: float, hints: Hints | None
     ) -> PutResult:
+        n_tokens = work.prompt_tokens(self._workload, index)
+
         def call() -> PutResult:
-            return self._namespace.put(prompt, blocks, first_block=first, policy_time_s=now_s, hints=hints)
+            return self._namespace.put(
+                prompt, blocks, first_block=first, policy_time_s=now_s, hints=hints, n_prompt_tokens=n_tokens
+            )
 
         return self._timed("put", call)
 

@@ -9,7 +9,7 @@ from kvstore.bench import workload as work
 from kvstore.bench.generate import ConversationOptions, generate_trace
 from kvstore.bench.trace import load_trace
 from kvstore.bench.workload import Workload
-from kvstore.config import MIB, WRITE_POLICIES
+from kvstore.config import DEFAULT_POLICY, MIB, WRITE_POLICIES
 from kvstore.errors import BadInputError
 from kvstore.types import MAX_BLOCK_BYTES
 
@@ -26,6 +26,7 @@ class ReplayOptions:
     both. When neither is given it is 5%, but at least what the smallest daemon holds. ``nvme_percent`` and
     ``nvme_blocks`` are the same for NVMe; without them there is no such tier.
 
+    ``policy``: the daemon's default if it is empty, with ``kill_at`` LRU.
     ``durable_every``: after so many requests a client waits until their blocks are durable (0: never; None: 16 with
     NVMe). It paces the clients, who replay far faster than an engine would compute, to what the disk can take.
     ``kill_at``: SIGKILL the daemon and start it again when this share of the requests is done.
@@ -33,7 +34,7 @@ class ReplayOptions:
 
     trace: Path | None = None
     conversations: ConversationOptions = field(default_factory=ConversationOptions)
-    policy: str = "lru"
+    policy: str = ""
     capacity_percent: float | None = None
     capacity_blocks: int | None = None
     nvme_percent: float | None = None
@@ -49,6 +50,8 @@ class ReplayOptions:
     kill_at: float | None = None
 
     def __post_init__(self) -> None:
+        if not self.policy:
+            object.__setattr__(self, "policy", DEFAULT_POLICY if self.kill_at is None else "lru")
         for tier, option in (("capacity", "dram"), ("nvme", "nvme")):
             percent, blocks = getattr(self, f"{tier}_percent"), getattr(self, f"{tier}_blocks")
             if percent is not None and blocks is not None:

@@ -224,6 +224,12 @@ def embedded_table(figures: Mapping[str, float]) -> Table:
     return _facts_table("Embedded; ratio: time embedded / time over the Unix socket", rows)
 
 
+def overlap_table(figures: Mapping[str, float]) -> Table:
+    """What a routing hint costs, and how true its times are, one figure a row."""
+    rows = [(name.replace("_", " "), f"{value:,.3f}") for name, value in figures.items()]
+    return _facts_table("Overlap; told / took: load time foretold to what it took", rows)
+
+
 def grpc_tables(report: GrpcReport) -> list[Table]:
     """Streams beside bare ones, single calls, many clients."""
     title = f"gRPC, batches of {format_size(report.batch_bytes)}; ratio: median of {report.pairs} pairs' ratios"

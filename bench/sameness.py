@@ -22,6 +22,7 @@ import click
 import numpy as np
 
 from kvstore.bench.real_models import MODELS, load
+from kvstore.bench.zeros import put_zeros
 from kvstore.client import Client
 from kvstore.errors import BadInputError
 from kvstore.types import Root
@@ -42,7 +43,7 @@ class Subject:
 
         self.torch = torch
         self.model, tokenizer = load(name, dtype)
-        self.client = client
+        self.name, self.client = name, client
         topics = pydoc_data.topics.topics
         text = " ".join(topics[topic] for topic in ("for", "while", "try", "with", "class", "function"))
         self.text = tokenizer(text, return_tensors="pt").input_ids[0]
@@ -94,6 +95,7 @@ def same_tokens(subject: Subject, n_prompts: int, n_new: int) -> dict[str, Any]:
         cache.save()
         if i < len(lengths) // 3:
             n_control += subject.says(ids, n_new, with_zeros(subject, ids)) != expected
+        click.echo(f"{subject.name} float32: {i + 1} of {n_prompts} prompts, {n_same} say the same", err=True)
     return {
         "prompts": n_prompts, "hits": n_hits, "hit_tokens": n_hit_tokens, "tokens": n_tokens, "same": n_same,
         "new_tokens": n_new, "controls": min(n_prompts, len(lengths) // 3), "controls_differ": n_control,
@@ -104,11 +106,8 @@ def with_zeros(subject: Subject, ids: Any) -> Any:
     """A cache that hit all of a prompt but its last token, in zeros, under a salt of its own."""
     from kvstore.engine_adapter.transformers import namespace_of
 
-    handle = subject.client.open(namespace_of(subject.model, tenant=subject.client.tenant))
     tokens = ids[0].numpy()
-    n_blocks = -(-len(tokens) // handle.block_tokens)
-    zeros = np.zeros((n_blocks, handle.block_bytes), np.uint8)
-    handle.put(tokens, zeros, root=Root(salt=ZEROED))
+    put_zeros(subject.client, namespace_of(subject.model, tenant=subject.client.tenant), tokens, Root(salt=ZEROED))
     cache = subject.cache(ids, salt=ZEROED, save=False)
     if cache.n_hit_tokens != len(tokens) - 1:
         raise click.ClickException(f"the control hit {cache.n_hit_tokens} of {len(tokens) - 1} tokens: {cache.reason}")
@@ -143,6 +142,7 @@ def distances(subject: Subject, n_prompts: int) -> dict[str, Any]:
         of_chunks.append(divergence(at_once, chunked))
         of_hits.append(divergence(at_once, hit))
         of_the_same.append(float((hit - split).abs().max()))
+        click.echo(f"{subject.name} bfloat16: {i + 1} of {n_prompts} prompts", err=True)
     zeros = subject.logits(ids[:, -1:], 1, with_zeros(subject, ids))
     return {
         "prompts": n_prompts, "kl_chunks": _mean(of_chunks), "kl_hit": _mean(of_hits),
@@ -171,7 +171,8 @@ def _mean(values: Sequence[float]) -> float:
 def main(
     socket: Path | None, names: Sequence[str], prompts: int, new_tokens: int, noise_prompts: int, output: Path | None
 ) -> None:
-    """Compare, and print a table; exits with 3 if anything differs that must not, or a control does not."""
+    """Compare, and print a table (how far it is: to stderr); exits with 3 if anything differs that must not, or a
+    control does not."""
     rows = []
     with Client(socket, timeout_s=30.0) as client:
         for name in names:

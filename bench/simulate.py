@@ -178,10 +178,12 @@ class _Simulation:
         self._evict_excess()
 
     def _use(self, index: int, path: RowPath, *, is_done: bool) -> Use:
-        """As a daemon sees the request: of hashes whole blocks only, and the output once the rest is stored."""
+        """As a daemon sees the request: of hashes whole blocks only; length and output once the rest is stored."""
         workload = self._workload
         hints, block_tokens = work.hints(workload, index, is_done=is_done), workload.block_tokens
         n_tokens = path.n_full_rows * block_tokens + path.tail_tokens
+        if is_done:
+            n_tokens = min(n_tokens, work.prompt_tokens(workload, index))
         n_output = hints.output_tokens if hints is not None else 0
         return Use(workload.requests[index].timestamp_s, n_tokens, n_output, hints, block_tokens=block_tokens)
 

@@ -32,17 +32,18 @@ KV_CACHE_BYTES = 1 << 30
 
 
 class EngineProcess:
-    """An engine, with the store if there is a socket. A context manager; calls block."""
+    """An engine, with the store if there is a socket. It starts at once; entering this as a context manager waits for
+    it. Calls block."""
 
     def __init__(self, model: Path, socket: Path | None, settings: dict[str, Any]) -> None:
         spawn = mp.get_context("spawn")
         self._end, theirs = spawn.Pipe()
         self._process = spawn.Process(target=_serve, args=(theirs, model, socket, settings), daemon=True)
+        self._process.start()
         self.hit_tokens = 0
         """Of the last prompt, found in the store."""
 
     def __enter__(self) -> Self:
-        self._process.start()
         self._answer()
         return self
 
@@ -163,7 +164,8 @@ def main(
     }
     prompts = Prompts(folder, time.time_ns())
     with ExitStack() as stack:
-        stores, plain = (stack.enter_context(EngineProcess(folder, place, settings)) for place in (socket, None))
+        started = [EngineProcess(folder, place, settings) for place in (socket, None)]
+        stores, plain = map(stack.enter_context, started)
         if miss_pairs:
             figures = measure_misses(stores, plain, prompts, miss_tokens, miss_pairs)
             click.echo(json.dumps({"what": "miss", "model": model, **figures}))

@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.bench.real_models import MODELS, prepared
+from kvstore.bench.zeros import put_zeros
 from kvstore.client import Client
-from kvstore.hybrid import parts_of, place_of
-from kvstore.types import Namespace
 
 N_HEADS = 3
 CHUNK_TOKENS = 64
@@ -55,16 +54,7 @@ def zero_what_is_stored(client: Client, model: str, prompts: list[list[int]]) ->
     client.clear(digest_prefix=found.digest.hex())
     for prompt in prompts:
         n = len(prompt) // namespace.spec.block_tokens
-        _put_zeros(client, namespace, prompt[: n * namespace.spec.block_tokens], n)
-
-
-def _put_zeros(client: Client, namespace: Namespace, tokens: list[int], n: int) -> None:
-    if not parts_of(namespace.spec):
-        client.open(namespace).put(tokens, np.zeros((n, namespace.spec.block_bytes), np.uint8))
-        return
-    sizes = [place_of(namespace.spec, group)[2] for group in range(len(namespace.spec.groups))]
-    blocks = {group: np.zeros((n, size), np.uint8) for group, size in enumerate(sizes)}
-    client.open_hybrid(namespace).put(tokens, blocks)
+        put_zeros(client, namespace, prompt[: n * namespace.spec.block_tokens])
 
 
 def float32_tokens(folder: Path, socket: Path, prompts: list[list[int]], n_new: int, model: str) -> dict[str, Any]:

@@ -31,6 +31,11 @@ def prompt(workload: Workload, index: int) -> NDArray[Any]:
     return workload.ids(index).astype("<u8", copy=False).view(np.uint8).reshape(-1, HASH_BYTES)
 
 
+def prompt_tokens(workload: Workload, index: int) -> int:
+    """How many tokens the prompt has: of hashes the last one may stand for less than a whole block."""
+    return workload.requests[index].input_length
+
+
 def hints(workload: Workload, index: int, *, is_done: bool) -> Hints | None:
     """What a client says about the request: kind and turn where the trace has them; once it ``is_done`` its output."""
     request = workload.requests[index]

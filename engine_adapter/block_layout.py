@@ -5,14 +5,15 @@ A block is stored group by group, layer by layer, page by page; inside a page K,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine_adapter.runs import Pages, Strides
 from kvstore.errors import BadInputError
-from kvstore.hybrid import parts_of, place_of
+from kvstore.hybrid import Part, parts_of, place_of
 from kvstore.types import DTYPE_BYTES, GroupKind, KVGroup, KVSpec
 
 OPAQUE = "opaque"
@@ -20,7 +21,7 @@ OPAQUE = "opaque"
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """One layer inside a block. ``planes`` has the offset of each plane's first page: K and V, or one.
+    """One layer inside a part of a block. ``planes`` has the offset of each plane's first page: K and V, or one.
 
     ``token_step`` tokens are one unit: 1, but a whole page where only the engine knows what is inside it.
     """
@@ -32,21 +33,30 @@ class LayerPlace:
     token_step: int
     strides: Strides
     opaque: bool = False
+    part: int = 0
 
     @property
     def alike(self) -> tuple[int | Strides, ...]:
         """Equal for layers of a block for which the same runs hold."""
-        return self.page_bytes, self.heads, self.unit_bytes, self.token_step, self.strides
+        return self.part, self.page_bytes, self.heads, self.unit_bytes, self.token_step, self.strides
+
+
+class PartSize(NamedTuple):
+    """One part of every block."""
+
+    block_bytes: int
+    window_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The inside of every block of one spec; see ``of``."""
+    """The inside of every block of one spec; see ``of``. ``parts`` has the bytes of each part, and of how many tokens
+    before its end a hit needs it: 0 for all."""
 
     block_tokens: int
     page_tokens: int
-    block_bytes: int
     layers: tuple[LayerPlace, ...]
+    parts: tuple[PartSize, ...]
 
     @classmethod
     def of(cls, spec: KVSpec) -> BlockLayout:
@@ -67,16 +77,20 @@ class BlockLayout:
     @classmethod
     def _of(cls, spec: KVSpec, *, by_part: bool) -> BlockLayout:
         layers: list[LayerPlace] = []
-        start = 0
+        start, part = 0, 0
         pages = spec.block_tokens // spec.tokens_per_page
         for number, group in enumerate(spec.groups):
             page_bytes = group.bytes_per_page(spec.tokens_per_page)
             if by_part:
-                _, start, _ = place_of(spec, number)
+                whose, start, _ = place_of(spec, number)
+                part = whose.number
             for _ in range(group.layers):
-                layers.append(_layer(group, start, page_bytes, spec.tokens_per_page))
+                layers.append(replace(_layer(group, start, page_bytes, spec.tokens_per_page), part=part))
                 start += pages * page_bytes
-        return cls(spec.block_tokens, spec.tokens_per_page, spec.block_bytes, tuple(layers))
+        sizes = [PartSize(spec.block_bytes, 0)]
+        if by_part:
+            sizes = [PartSize(each.block_bytes, _window_tokens(each)) for each in parts_of(spec)]
+        return cls(spec.block_tokens, spec.tokens_per_page, tuple(layers), tuple(sizes))
 
     def pages(self, layer: int, block_starts: NDArray[np.int64], first_token: int) -> Pages:
         """The pages of a layer in several blocks, from a token of the first of them on.
@@ -95,6 +109,10 @@ class BlockLayout:
         if n_tokens % step:
             raise BadInputError(f"{n_tokens} tokens are no whole number of opaque pages of {step} tokens")
         return n_tokens // step
+
+
+def _window_tokens(part: Part) -> int:
+    return 0 if part.number == 0 else part.spec.groups[0].window_tokens or part.spec.block_tokens
 
 
 def _layer(group: KVGroup, start: int, page_bytes: int, page_tokens: int) -> LayerPlace:

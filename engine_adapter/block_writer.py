@@ -4,13 +4,16 @@ A pass is one forward of the model over the next tokens of the row (a chunk of t
 pass completes are reserved when it begins, filled as its layers arrive, and committed when it ends. Tokens of the
 block after those wait in memory of our own until the block is complete, or ``finish`` stores it as a short leaf.
 
+Of a hybrid namespace each part of a block is reserved and committed by itself. Windows are stored of all blocks, as the
+next prompt may leave this one anywhere; the daemon gives up first those that no prompt has ended with.
+
 Nothing here raises because of the daemon: what can't be stored is not stored, ``reason`` says why, and from then on the
-writer does nothing, as blocks without their ancestors are of no use.
+writer does nothing, as blocks without their ancestors are of no use. Windows that can't be stored end nothing: hits
+end before them.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import native
-from kvstore.client import NamespaceHandle, WriteReservation
+from kvstore.client import WriteReservation
 from kvstore.engine_adapter.block_layout import BlockLayout
 from kvstore.engine_adapter.counters import SharedCounters
+from kvstore.engine_adapter.parts import Handle, reserve_part
 from kvstore.engine_adapter.runs import NOTHING, Pages, Runs, copy_many, copy_runs, plan_runs
 from kvstore.errors import BadInputError, EndedError
 from kvstore.types import ExtraKey, Root
@@ -40,43 +44,51 @@ class Plane:
 
 
 @dataclass(slots=True)
-class _Pass:
-    """What is open between ``begin`` and ``end``: tokens ``first_token .. end_token`` go to ``targets``."""
+class _Target:
+    """Where a pass stores one part of some blocks: those from ``first_block`` on go to ``slots`` (addresses)."""
 
-    end_token: int
-    first_token: int
-    """The first token that has somewhere to go; those before it are in blocks that are stored already."""
-    skip_tokens: int
-    """Tokens of this pass before that one."""
-    targets: NDArray[np.int64]
-    reservation: WriteReservation | None
-    kept: list[NDArray[np.uint8]]
+    part: int
+    first_block: int
+    slots: NDArray[np.int64]
+    reservation: WriteReservation | None = None
+    kept: Sequence[NDArray[np.uint8]] = ()
     """Arrays over the slots: the memory stays mapped as long as they live, whatever becomes of the client."""
-    layers_missing: set[int]
     plans: dict[tuple[object, ...], Runs] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What is open between ``begin`` and ``end``, for tokens ``start .. end - 1``. Of the targets those of part 0 come
+    first, as they are committed in this order."""
+
+    start: int
+    end: int
+    targets: list[_Target]
+    layers_missing: set[int]
     to_copy: list[tuple[Runs, int, int]] = field(default_factory=list)
 
 
 class BlockWriter:
     """See the module. One per row; calls come from one thread.
 
-    ``known`` are the ids of the tokens before the first pass, ``tail`` (uint8 [block_bytes]) the bytes of the block
-    that the last of them lie in, if it is not whole; needed unless their number is a multiple of the block's.
+    ``layout``: of the namespace's spec, by part. ``known`` are the ids of the tokens before the first pass, ``tails``
+    (uint8 [bytes of the part] each) the parts of the block that the last of them lie in, if it is not whole; needed
+    unless their number is a multiple of the block's.
     """
 
     def __init__(
         self,
-        handle: NamespaceHandle,
+        handle: Handle,
         layout: BlockLayout,
         known: Tokens,
         *,
-        tail: NDArray[np.uint8] | None = None,
+        tails: Sequence[NDArray[np.uint8]] | None = None,
         root: Root,
         extras: Sequence[ExtraKey] = (),
         counters: SharedCounters,
     ) -> None:
-        if (tail is None) != (len(known) % layout.block_tokens == 0):
-            raise BadInputError(f"{len(known)} known tokens: a tail goes with a block that is not whole, only with it")
+        if (tails is None) != (len(known) % layout.block_tokens == 0):
+            raise BadInputError(f"{len(known)} known tokens: tails go with a block that is not whole, only with it")
         self.n_stored = 0
         """Blocks that this writer made visible."""
         self.reason = ""
@@ -84,7 +96,8 @@ class BlockWriter:
         self._handle, self._layout, self._counters = handle, layout, counters
         self._root, self._extras = root, tuple(extras)
         self._ids = np.array(known, np.uint32)
-        self._tail = np.empty(layout.block_bytes, np.uint8) if tail is None else tail.copy()
+        empty = [np.empty(part.block_bytes, np.uint8) for part in layout.parts]
+        self._tails = empty if tails is None else [tail.copy() for tail in tails]
         self._pass: _Pass | None = None
 
     @property
@@ -103,47 +116,30 @@ class BlockWriter:
             self.reason = reason
             self._counters.add("save_stopped")
         open_pass, self._pass = self._pass, None
-        if open_pass is not None and open_pass.reservation is not None:
-            open_pass.reservation.abort()
+        for target in open_pass.targets if open_pass is not None else ():
+            if target.reservation is not None:
+                target.reservation.abort()
 
     def begin(self, tokens: Tokens) -> None:
-        """A pass over the next ``tokens`` of the row begins. One round trip if it completes blocks."""
+        """A pass over the next ``tokens`` of the row begins.
+
+        If it completes blocks it takes a round trip, and one or two more for each part that is a window.
+        """
         if self._pass is not None:
             self.stop("the pass before this one did not end")
         if self.reason or not len(tokens):
             return
-        block_tokens = self._layout.block_tokens
         start = len(self._ids)
         self._ids = np.concatenate((self._ids, tokens))
-        end = len(self._ids)
-        first_block, end_block = start // block_tokens, end // block_tokens
-        reservation, n_present = None, 0
-        slots, kept = np.empty(0, np.int64), list[NDArray[np.uint8]]()
-        if end_block > first_block:
-            reservation = self._reserve(first_block, end_block)
-            n_present = reservation.n_present
-            with contextlib.suppress(EndedError):
-                kept = [reservation[i] for i in range(len(reservation))]
-                slots = reservation.addresses.view(np.int64)
-            if start % block_tokens and n_present == 0 and len(slots):
-                native.copy_batch(
-                    slots[:1].view(np.uint64), np.array([self._tail.ctypes.data], np.uint64), self._layout.block_bytes
-                )
-        first_target = first_block + n_present
-        n_missing = end_block - first_target - len(slots)
-        # Behind a block that found no room nothing can be stored, and so nothing need be kept.
-        targets = slots if n_missing else np.append(slots, self._tail.ctypes.data)
-        first_token = max(start, first_target * block_tokens)
-        self._pass = _Pass(
-            end_token=min(end, (first_target + len(targets)) * block_tokens),
-            first_token=first_token,
-            skip_tokens=first_token - start,
-            targets=targets.astype(np.int64),
-            reservation=reservation,
-            kept=kept,
-            layers_missing=set(range(len(self._layout.layers))),
-        )
-        self._counters.add("saved_present_blocks", n_present)
+        end_block = len(self._ids) // self._layout.block_tokens
+        blocks = self._target(0, start, start // self._layout.block_tokens, end_block, has_tail=True)
+        targets = [blocks]
+        if blocks.reservation is not None:
+            self._counters.add("saved_present_blocks", blocks.reservation.n_present)
+            end_block -= blocks.reservation.n_skipped  # which can't have windows
+        for part in range(1, len(self._layout.parts)):
+            targets += self._windows(part, start, end_block)
+        self._pass = _Pass(start, len(self._ids), targets, set(range(len(self._layout.layers))))
 
     def write(self, layer: int, planes: Sequence[Plane], *, stays: bool = False) -> None:
         """A layer's KV of this pass: each plane's pages begin with the first token of the pass. Blocks for the copy.
@@ -157,15 +153,18 @@ class BlockWriter:
         if len(planes) != len(place.planes):
             raise BadInputError(f"layer {layer} has {len(place.planes)} planes, {len(planes)} were given")
         for plane, offset in zip(planes, place.planes, strict=True):
-            runs = self._runs(current, layer, plane.pages)
-            if stays:
-                current.to_copy.append((runs, offset, plane.address))
-            else:
-                copy_runs(runs, offset, plane.address)
+            for target in current.targets:
+                if target.part != place.part:
+                    continue
+                runs = self._runs(current, target, layer, plane.pages)
+                if stays:
+                    current.to_copy.append((runs, offset, plane.address))
+                else:
+                    copy_runs(runs, offset, plane.address)
         current.layers_missing.discard(layer)
 
     def end(self) -> None:
-        """The pass is over: what it completed becomes visible. One round trip if it completed blocks."""
+        """The pass is over: what it completed becomes visible. One round trip for each part if it completed blocks."""
         current, self._pass = self._pass, None
         if current is None:
             return
@@ -174,62 +173,112 @@ class BlockWriter:
             self.stop(f"layer {min(current.layers_missing)} had no KV for a pass that ended")
             return
         copy_many(current.to_copy)
-        reservation = current.reservation
-        if reservation is None:
+        why_stop = ""
+        for target in current.targets:
+            if target.reservation is not None and self._commit(target.part, target.reservation) and not target.part:
+                why_stop = target.reservation.reason or "the right to store ended before the pass did"
+        if why_stop:
+            self.stop(why_stop)
+
+    def finish(self) -> None:
+        """Store the block that is not whole, if there is one, as a short leaf. Two round trips for each part. May be
+        called again."""
+        if self._pass is not None:
+            self.stop("it was finished during a pass")
+        if self.reason or not len(self._ids) % self._layout.block_tokens:
             return
+        block = len(self._ids) // self._layout.block_tokens
+        for part, tail in enumerate(self._tails):
+            with self._reserve(part, self._ids, block, block + 1) as reservation:
+                try:
+                    if len(reservation):
+                        reservation.fill(tail[None])
+                except EndedError:
+                    reservation.abort()
+                if self._commit(part, reservation):
+                    return
+
+    def _target(self, part: int, start: int, first_block: int, end_block: int, *, has_tail: bool) -> _Target:
+        """Slots for one part of blocks that a pass from token ``start`` on completes; behind all of them its tail."""
+        tail = self._tails[part]
+        if end_block <= first_block:
+            return _Target(part, first_block, np.array([tail.ctypes.data] if has_tail else [], np.int64))
+        # All whole blocks, whichever are asked for: the windows at the end of a prompt are those that are kept.
+        whole = self._ids[: len(self._ids) // self._layout.block_tokens * self._layout.block_tokens]
+        reservation = self._reserve(part, whole, first_block, end_block)
+        kept, slots = list[NDArray[np.uint8]](), np.empty(0, np.int64)
+        try:
+            kept = [reservation[i] for i in range(len(reservation))]
+            slots = reservation.addresses.view(np.int64)
+        except EndedError:
+            reservation.abort()  # its commit then counts all as lost
+        first_block += reservation.n_present
+        if start > first_block * self._layout.block_tokens and len(slots):
+            native.copy_batch(
+                slots[:1].view(np.uint64), np.array([tail.ctypes.data], np.uint64), self._layout.parts[part].block_bytes
+            )
+        # Behind a block that found no room nothing can be stored, and so nothing need be kept.
+        if has_tail and first_block + len(slots) == end_block:
+            slots = np.append(slots, tail.ctypes.data)
+        return _Target(part, first_block, slots, reservation, kept)
+
+    def _windows(self, part: int, start: int, end_block: int) -> list[_Target]:
+        """Slots for a part that is a window: first for what a hit behind the last block needs, where room is short."""
+        block_tokens = self._layout.block_tokens
+        window_blocks = -(-self._layout.parts[part].window_tokens // block_tokens)
+        first_block = start // block_tokens
+        in_window = max(first_block, end_block - window_blocks)
+        last = self._target(part, start, in_window, end_block, has_tail=True)
+        if last.reservation is not None and last.first_block + len(last.slots) <= end_block:
+            last.reservation.abort()
+            self._counters.add("save_skipped_windows", end_block - in_window)
+            last = self._target(part, start, end_block, end_block, has_tail=True)
+        if in_window == first_block:
+            return [last]
+        return [last, self._target(part, start, first_block, in_window, has_tail=False)]
+
+    def _commit(self, part: int, reservation: WriteReservation) -> int:
+        """Make visible what was reserved; returns how many of the blocks asked for are not there."""
         n_stored, n_duplicate = reservation.commit()
+        n_asked = reservation.n_present + len(reservation) + reservation.n_skipped
+        n_lost = n_asked - reservation.n_present - n_stored - n_duplicate
+        if part:
+            self._counters.add("save_skipped_windows", n_lost)
+            return n_lost
         self.n_stored += n_stored
         self._counters.add("saved_blocks", n_stored)
         self._counters.add("saved_duplicate_blocks", n_duplicate)
-        n_asked = reservation.n_present + len(reservation) + reservation.n_skipped
-        n_lost = n_asked - reservation.n_present - n_stored - n_duplicate
-        if n_lost:
-            self._counters.add("save_skipped_blocks", n_lost)
-            self.stop(reservation.reason or "the right to store ended before the pass did")
+        self._counters.add("save_skipped_blocks", n_lost)
+        return n_lost
 
-    def finish(self) -> None:
-        """Store the block that is not whole, if there is one, as a short leaf. Two round trips. May be called again."""
-        n_rest = len(self._ids) % self._layout.block_tokens
-        if self._pass is not None:
-            self.stop("it was finished during a pass")
-        if self.reason or not n_rest:
-            return
-        first_block = len(self._ids) // self._layout.block_tokens
-        result = self._handle.put(
-            self._ids, self._tail[None], first_block=first_block, root=self._root, extras=self._extras
-        )
-        self.n_stored += result.n_stored
-        self._counters.add("saved_blocks", result.n_stored)
-        self._counters.add("save_skipped_blocks", result.n_skipped)
+    def _reserve(self, part: int, tokens: Tokens, first_block: int, end_block: int) -> WriteReservation:
+        return reserve_part(
+            self._handle, part, tokens, first_block=first_block, n_blocks=end_block - first_block,
+            root=self._root, extras=self._extras, ttl_s=RESERVED_S_MAX,
+        )  # fmt: skip
 
-    def _reserve(self, first_block: int, end_block: int) -> WriteReservation:
-        return self._handle.reserve(
-            self._ids[: end_block * self._layout.block_tokens],
-            first_block=first_block,
-            n_blocks=end_block - first_block,
-            root=self._root,
-            extras=self._extras,
-            ttl_s=RESERVED_S_MAX,
-        )
-
-    def _runs(self, current: _Pass, layer: int, pages: Pages) -> Runs:
+    def _runs(self, current: _Pass, target: _Target, layer: int, pages: Pages) -> Runs:
         """The runs of a plane, worked out once for all layers that look the same."""
         place = self._layout.layers[layer]
-        key = (place.alike, pages.strides, pages.page_tokens, pages.first_token, pages.starts.tobytes())
-        runs = current.plans.get(key)
+        key = (
+            place.alike,
+            pages.strides,
+            pages.page_tokens,
+            pages.first_token,
+            pages.starts.tobytes(),
+        )
+        runs = target.plans.get(key)
         if runs is None:
-            runs = current.plans[key] = self._plan(current, layer, pages)
+            runs = target.plans[key] = self._plan(current, target, layer, pages)
         return runs
 
-    def _plan(self, current: _Pass, layer: int, pages: Pages) -> Runs:
-        place = self._layout.layers[layer]
-        n_tokens = current.end_token - current.first_token
+    def _plan(self, current: _Pass, target: _Target, layer: int, pages: Pages) -> Runs:
+        place, block_tokens, units = self._layout.layers[layer], self._layout.block_tokens, self._layout.units
+        first_token = max(current.start, target.first_block * block_tokens)
+        n_tokens = min(current.end, (target.first_block + len(target.slots)) * block_tokens) - first_token
         if n_tokens <= 0:
             return NOTHING
-        inside = current.first_token % self._layout.block_tokens
-        to = self._layout.pages(layer, current.targets, inside)
-        units = self._layout.units
-        come_from = Pages(
-            pages.starts, pages.page_tokens, pages.strides, pages.first_token + units(layer, current.skip_tokens)
-        )
+        to = self._layout.pages(layer, target.slots, first_token - target.first_block * block_tokens)
+        skipped = units(layer, first_token - current.start)
+        come_from = Pages(pages.starts, pages.page_tokens, pages.strides, pages.first_token + skipped)
         return plan_runs(to, come_from, units(layer, n_tokens), place.heads, place.unit_bytes)

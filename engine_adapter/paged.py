@@ -14,13 +14,14 @@ from functools import partial
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvstore.client import NamespaceHandle, Wait
+from kvstore.client import Wait
 from kvstore.engine_adapter.block_layout import BlockLayout
 from kvstore.engine_adapter.block_writer import BlockWriter, Plane, Tokens
 from kvstore.engine_adapter.counters import SharedCounters
 from kvstore.engine_adapter.engine_layout import EngineKV
 from kvstore.engine_adapter.jobs import Job, Workers
 from kvstore.engine_adapter.page_table import PageTable
+from kvstore.engine_adapter.parts import Handle
 from kvstore.engine_adapter.runs import Runs, copy_runs, plan_runs
 from kvstore.engine_adapter.stored_prefix import StoredPrefix
 from kvstore.errors import BadInputError
@@ -81,7 +82,7 @@ class PagedStore:
 
     def __init__(
         self,
-        handle: NamespaceHandle,
+        handle: Handle,
         engine: EngineKV,
         *,
         granularity_tokens: int = 1,
@@ -91,7 +92,7 @@ class PagedStore:
         counters: SharedCounters | None = None,
     ) -> None:
         self.counters = counters or SharedCounters()
-        self.layout = BlockLayout.of(handle.namespace.spec)
+        self.layout = BlockLayout.by_part(handle.namespace.spec)
         engine.check(self.layout)
         if granularity_tokens < 1:
             raise BadInputError(f"granularity_tokens is {granularity_tokens}; it must be 1 or more")
@@ -123,7 +124,8 @@ class PagedStore:
     ) -> LoadJob:
         """Bring each row's stored tokens, from ``first_tokens`` on, into its pages. Returns at once.
 
-        Page 0 of a row holds its token 0. The pages are the job's until it is over or cancelled.
+        Page 0 of a row holds its token 0. Of layers with a window only the blocks of the window before the end of the
+        hit come, if the namespace is hybrid. The pages are the job's until it is over or cancelled.
         """
         firsts = list(first_tokens) if first_tokens is not None else [0] * len(found)
         job = LoadJob(len(found), len(self._engine.layers), deadline_s)
@@ -137,7 +139,7 @@ class PagedStore:
         """What stores a row from the end of its prefix on, pass by pass."""
         known: Tokens = token_array(row.tokens)[: prefix.n_tokens]
         return BlockWriter(
-            self._handle, self.layout, known, tail=prefix.last_block(),
+            self._handle, self.layout, known, tails=prefix.last_blocks(),
             root=row.root, extras=row.extras, counters=self.counters,
         )  # fmt: skip
 
@@ -185,13 +187,14 @@ class PagedStore:
     ) -> None:
         place, mine = self.layout.layers[layer], self._engine.layers[layer]
         for row, prefix in enumerate(found):
-            if job.row_reasons[row] or prefix.n_tokens <= firsts[row]:
+            first_token = max(firsts[row], prefix.first_token(layer))
+            if job.row_reasons[row] or prefix.n_tokens <= first_token:
                 continue
             for number, (plane, offset) in enumerate(zip(mine.planes, place.planes, strict=True)):
                 key = (row, place.alike, plane.page_bytes, plane.strides)
                 try:
                     if key not in plans:
-                        plans[key] = self._plan(layer, number, prefix, table.row(row), firsts[row])
+                        plans[key] = self._plan(layer, number, prefix, table.row(row), first_token)
                 except BadInputError as error:
                     self.counters.add("load_failed_rows")
                     job.row_reasons[row] = str(error)

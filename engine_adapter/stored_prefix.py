@@ -8,34 +8,82 @@ be given it later, layer by layer, and that can't fail.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client import NamespaceHandle, Wait
+from kvstore.client import Lease, Wait
 from kvstore.engine_adapter.block_layout import BlockLayout
 from kvstore.engine_adapter.block_writer import Tokens
 from kvstore.engine_adapter.counters import SharedCounters
+from kvstore.engine_adapter.parts import Handle, held_of
 from kvstore.engine_adapter.runs import Pages
-from kvstore.errors import EndedError
+from kvstore.errors import BadInputError, EndedError
 from kvstore.types import ExtraKey, Root
 
 
-class StoredPrefix:
-    """``n_tokens`` leading tokens of a row, in ``blocks`` (uint8 [block_bytes] each, read-only). Made by ``find``."""
+@dataclass(slots=True)
+class HeldPart:
+    """What is held of one part: ``blocks`` (uint8 [bytes of the part] each, read-only) from ``first_block`` on, and
+    their addresses, int64 [n]."""
 
-    def __init__(self, layout: BlockLayout, n_tokens: int, blocks: list[NDArray[np.uint8]], starts: NDArray[np.int64]):
-        self.n_tokens = n_tokens
-        self.reason = ""
-        """Why nothing is known, if the daemon could not be asked."""
-        self._layout, self._blocks, self._starts = layout, blocks, starts
+    first_block: int
+    blocks: list[NDArray[np.uint8]]
+    starts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, lease: Lease, part: int) -> HeldPart:
+        """Raises EndedError if the lease has ended."""
+        held = held_of(lease, part)
+        # Addresses first: a remote client fetches all blocks at once then.
+        starts = held.addresses.view(np.int64)
+        return cls(held.first_block, [held[i] for i in range(len(held))], starts)
+
+    def cut(self, end_block: int) -> None:
+        """Let go of the blocks from ``end_block`` on."""
+        n = max(end_block - self.first_block, 0)
+        del self.blocks[n:]
+        self.starts = self.starts[:n]
+
+
+class Found(NamedTuple):
+    """So many tokens, what is held of each part of their blocks, and why nothing is known of them if that is so."""
+
+    n_tokens: int = 0
+    parts: Sequence[HeldPart] = ()
+    reason: str = ""
+
+
+def _held(lease: Lease, layout: BlockLayout, n_tokens: int) -> Found:
+    if not lease:
+        return Found(reason=lease.reason)
+    try:
+        parts = [HeldPart.of(lease, part) for part in range(len(layout.parts))]
+    except EndedError as error:
+        return Found(reason=lease.reason or str(error))
+    # No more than what is held: the rest may still be on its way from a slower tier.
+    return Found(min(lease.n_tokens, n_tokens, len(lease) * layout.block_tokens), parts, lease.reason)
+
+
+class StoredPrefix:
+    """``n_tokens`` leading tokens of a row, and of each part of its blocks what a hit that ends there needs.
+
+    Made by ``find``.
+    """
+
+    def __init__(self, layout: BlockLayout, found: Found, again: Callable[[int], Found]) -> None:
+        """``again(n_tokens)`` finds a prefix of no more than so many tokens."""
+        self.n_tokens, self._parts, self.reason = found
+        self._layout, self._again = layout, again
         self._pid = os.getpid()
 
     @classmethod
     def find(
         cls,
-        handle: NamespaceHandle,
+        handle: Handle,
         layout: BlockLayout,
         tokens: Tokens,
         *,
@@ -46,50 +94,65 @@ class StoredPrefix:
     ) -> StoredPrefix:
         """The longest stored prefix of ``tokens``, nothing if the daemon is down, slow or has nothing.
 
-        Blocks for one round trip, and as long as ``wait`` allows for what lies on NVMe.
+        ``layout``: of the namespace's spec by part. Blocks for one round trip, and as long as ``wait`` allows for what
+        lies on NVMe.
         """
-        counters.add("lookup_tokens", len(tokens))
-        if not len(tokens):
-            return cls.nothing(layout)
-        with handle.lease(tokens, root=root, extras=extras, wait=wait) as lease:
-            # No more than what is held: the rest may still be on its way from a slower tier.
-            n_tokens = min(lease.n_tokens, len(tokens), len(lease) * layout.block_tokens)
-            if lease.reason:
-                counters.add("lookup_failed")
-            try:
-                # Addresses first: a remote client fetches all blocks at once then.
-                starts = lease.addresses.view(np.int64) if lease else np.empty(0, np.int64)
-                blocks = [lease[i] for i in range(len(lease))]
-            except EndedError as error:
-                return cls.nothing(layout, str(error))
-            found = cls(layout, n_tokens, blocks, starts)
-            found.reason = lease.reason
-        counters.add("hit_tokens", n_tokens)
-        return found
 
-    @classmethod
-    def nothing(cls, layout: BlockLayout, reason: str = "") -> StoredPrefix:
-        """A miss."""
-        found = cls(layout, 0, [], np.empty(0, np.int64))
-        found.reason = reason
-        return found
+        def ask(n_tokens: int) -> Found:
+            with handle.lease(tokens[:n_tokens], root=root, extras=extras, wait=wait) as lease:
+                return _held(lease, layout, n_tokens)
+
+        counters.add("lookup_tokens", len(tokens))
+        found = ask(len(tokens)) if len(tokens) else Found()
+        if found.reason:
+            counters.add("lookup_failed")
+        counters.add("hit_tokens", found.n_tokens)
+        return cls(layout, found, ask)
 
     def shorten(self, n_tokens: int) -> None:
-        """Keep no more than ``n_tokens``; lets go of blocks behind them."""
-        self.n_tokens = min(self.n_tokens, n_tokens)
-        n_blocks = -(-self.n_tokens // self._layout.block_tokens)
-        del self._blocks[n_blocks:]
-        self._starts = self._starts[:n_blocks]
+        """Keep no more than ``n_tokens``; lets go of blocks behind them.
+
+        A hit that ends earlier needs other blocks of a window. If those are not held this blocks for another round
+        trip, and what is left may be shorter than ``n_tokens``.
+        """
+        if n_tokens >= self.n_tokens:
+            return
+        if n_tokens > 0 and not self._reaches(n_tokens):
+            self.n_tokens, self._parts, self.reason = self._again(n_tokens)
+            return
+        self.n_tokens = max(n_tokens, 0)
+        for part in self._parts:
+            part.cut(-(-self.n_tokens // self._layout.block_tokens))
+
+    def first_token(self, layer: int) -> int:
+        """The first token of which a layer's KV is held: 0, but of a window the beginning of its first block."""
+        part = self._layout.layers[layer].part
+        return self._parts[part].first_block * self._layout.block_tokens if self._parts else 0
 
     def pages(self, layer: int, first_token: int = 0) -> Pages:
         """Where a layer lies from a token on. Offsets are addresses; add the plane's offset of the layer.
 
-        Raises EndedError in a forked child, which does not have its parent's mappings.
+        Raises EndedError in a forked child, which does not have its parent's mappings, and BadInputError for a token
+        before ``first_token`` of the layer.
         """
         if os.getpid() != self._pid:
             raise EndedError("a forked child can't read blocks that its parent found; look them up in the child")
-        return self._layout.pages(layer, self._starts, first_token)
+        held_from = self.first_token(layer)
+        if first_token < held_from:
+            raise BadInputError(f"layer {layer} was asked for from token {first_token} on; held is from {held_from} on")
+        part = self._layout.layers[layer].part
+        starts = self._parts[part].starts if self._parts else np.empty(0, np.int64)
+        return self._layout.pages(layer, starts, first_token - held_from)
 
-    def last_block(self) -> NDArray[np.uint8] | None:
-        """The bytes of the block that is needed in part only; None if the prefix ends with a whole block."""
-        return self._blocks[-1] if self.n_tokens % self._layout.block_tokens else None
+    def last_blocks(self) -> list[NDArray[np.uint8]] | None:
+        """The bytes of each part of the block that is needed in part only; None if the prefix ends with a whole one."""
+        inside = self.n_tokens % self._layout.block_tokens
+        return [part.blocks[-1] for part in self._parts] if inside else None
+
+    def _reaches(self, n_tokens: int) -> bool:
+        """Whether what is held is all that a hit of so many tokens needs."""
+        return all(
+            held.first_block * self._layout.block_tokens <= max(n_tokens - size.window_tokens, 0)
+            for held, size in zip(self._parts, self._layout.parts, strict=True)
+            if size.window_tokens
+        )

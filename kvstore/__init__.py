@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Lease,
         Match,
         NamespaceHandle,
+        Overlap,
         Persist,
         Pinned,
         Prefetch,
@@ -38,7 +39,7 @@ _HOME = {
     **dict.fromkeys(
         (
             "Client", "FamilyHandle", "FamilyLease", "GetResult", "HybridHandle", "HybridLease", "Lease", "Match",
-            "NamespaceHandle", "Persist", "Pinned", "Prefetch", "PutResult", "WaitRule", "WriteReservation",
+            "NamespaceHandle", "Overlap", "Persist", "Pinned", "Prefetch", "PutResult", "WaitRule", "WriteReservation",
         ),
         "kvstore.client",
     ),
@@ -54,8 +55,8 @@ _HOME = {
 __all__ = [
     "AsyncClient", "Client", "Embedded", "ExtraKey", "FamilyHandle", "FamilyLease", "GetResult", "GroupKind",
     "Hints", "HybridHandle", "HybridLease", "KVGroup", "KVSpec", "Lease", "Match", "Namespace", "NamespaceHandle",
-    "Persist", "Pinned", "Prefetch", "PutResult", "Root", "RowKind", "Shard", "WaitRule", "WriteReservation",
-    "__version__",
+    "Overlap", "Persist", "Pinned", "Prefetch", "PutResult", "Root", "RowKind", "Shard", "WaitRule",
+    "WriteReservation", "__version__",
 ]  # fmt: skip
 """Not ``open``, which ``import *`` would put in the place of Python's own."""
 

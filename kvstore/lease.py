@@ -9,7 +9,7 @@ or renewed, and its slots can't be reused.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError
+from kvstore.prefix_index.history import Left
 from kvstore.prefix_index.policy import Use
+from kvstore.prefix_index.rivals import Rivals
 from kvstore.prefix_index.rows import RowPath
 
 
@@ -131,6 +133,12 @@ class RoomRequest(Protocol):
     leaving_bytes_before: int
     moved: bool
     """Whether idle room was gathered on the way."""
+    spares_own: bool
+    """Whether its tenant has no more than is due to it: before its own go others give, and idle room is gathered."""
+    rivals: Callable[[], Rivals] | None
+    """Makes candidates for eviction of what is to fill them; None: it is to be stored in any case."""
+    n_declined: int
+    """Slots not wanted any more, as what was to fill them is worth less than what would have to go."""
 
 
 @dataclass(slots=True)
@@ -156,11 +164,18 @@ class Reservation(Claim):
     root: tuple[str, str] = ("", "")
     """Salt and LoRA identity, of which ``root_key`` is made."""
     skipped_reason: str = ""
+    unstored: Left | None = None
+    """Why the prompt's blocks behind those that it is for are not stored with them."""
     slots: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     quarantined: bool = False
+    n_held: int = 0
+    """Slots that count as its tenant's."""
     evict_bytes_left: int = -1
     leaving_bytes_before: int = 0
     moved: bool = False
+    spares_own: bool = False
+    rivals: Callable[[], Rivals] | None = None
+    n_declined: int = 0
 
     @property
     def owner(self) -> int:

@@ -26,9 +26,12 @@ from kvstore.jobs import Job, Jobs, Lane
 from kvstore.lives import Lives
 from kvstore.metrics import Counters
 from kvstore.native import aligned_bytes
+from kvstore.nvme_room import NvmeRoom
 from kvstore.offload_batch import Part, Writing
+from kvstore.offload_skips import Skips
 from kvstore.persist import Persist
 from kvstore.prefix_index.block_table import DRAM, NO_PARENT, NVME, At, Ids
+from kvstore.prefix_index.history import Unwritten
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme.compaction import CompactJob
@@ -83,6 +86,8 @@ class Offloader:
         self._lives = lives
         self._jobs = jobs
         self._counters = counters
+        self._skips = Skips(index, counters)
+        self._room = NvmeRoom(index, nvme, counters)
         self._clock = clock
         self._policy = policy
         self._hits = hits
@@ -149,14 +154,14 @@ class Offloader:
             return
         storable = [block for block in new if self._fits_layout(block)]
         if len(storable) < len(new):
-            self._counters.add("offload_skipped_blocks", len(new) - len(storable))
+            self._skips.add(sorted(set(new) - set(storable)), Unwritten.UNSUITABLE)
             new = storable
         if self.suspended:
-            self._counters.add("offload_skipped_blocks", len(new))
+            self._skips.add(new, Unwritten.SUSPENDED)
             return
         n_taken = self._take(new)
         # Those behind the first that does not fit may be its children: they can't be written before it.
-        self._counters.add("offload_skipped_blocks", len(new) - n_taken)
+        self._skips.add(new[n_taken:], Unwritten.QUEUE_FULL)
         self.has_work |= n_taken > 0
 
     def _take(self, blocks: list[int]) -> int:
@@ -277,7 +282,8 @@ class Offloader:
     def _start(self) -> bool:
         """Send the next batch; False if it has to wait for the tier to gather free room.
 
-        If everything on NVMe is in use (not least by being the ancestors of what is queued), the queue is skipped.
+        What a tenant has in the queue is skipped if all that could go for it on NVMe is in use (not least by being the
+        ancestors of what is queued).
         """
         parts: list[Part] = []
         n_bytes = 0
@@ -285,16 +291,17 @@ class Offloader:
             run, layout = self._next_run(WRITE_BYTES_MAX - n_bytes)
             if not run:
                 continue
-            slots = self._room_for(layout.frame_bytes, len(run))
+            namespace = int(self._index.table.namespace[run[0]])
+            slots = self._room.make(namespace, layout.frame_bytes, len(run))
             rest = run[len(slots) :]
             self._queue.extendleft(reversed(rest))
-            if rest and not self._room_may_come(layout.frame_bytes):
-                self._drop_queue()
             if len(slots):
                 parts.append(self._part(np.array(run[: len(slots)], np.uint32), slots, layout))
                 n_bytes += len(slots) * layout.frame_bytes
-            if rest:
+            if rest and self._room.may_come(namespace, layout.frame_bytes):
                 break
+            if rest:
+                self._drop_queue(self._index.tenants.owner(namespace))
         if not parts:
             return False
         job = self._nvme.begin_write(
@@ -327,21 +334,6 @@ class Offloader:
             run = [block for block, gone in zip(run, hidden.tolist(), strict=True) if not gone]
         return run, layout
 
-    def _room_for(self, frame_bytes: int, n: int) -> NDArray[np.int64]:
-        """Places for up to ``n`` frames, at the cost of what the policy values least on NVMe."""
-        while (short := self._nvme.short_of(frame_bytes, n)) > 0:
-            evicted = self._index.evict_nvme(short)
-            if not len(evicted.ids):
-                break
-            self._nvme.free(evicted.slots)
-            self._counters.add("nvme_evicted_blocks", len(evicted.ids))
-            self._counters.add("nvme_dropped_blocks", int(evicted.gone.sum()))
-        return self._nvme.allocate(frame_bytes, n)
-
-    def _room_may_come(self, frame_bytes: int) -> bool:
-        """Whether the tier has room for a frame as soon as it has gathered it."""
-        return self._nvme.short_of(frame_bytes, 1) == 0
-
     def _part(self, ids: Ids, slots: NDArray[np.int64], layout: FrameLayout) -> Part:
         table, at = self._index.table, ids.astype(np.intp)
         return Part(
@@ -371,6 +363,8 @@ class Offloader:
 
     def _named(self, writing: Writing) -> None:
         self._writes.remove(writing)
+        for part in writing.parts:
+            self._room.settled(int(self._index.table.namespace[part.ids[0]]), part.layout.frame_bytes, len(part.ids))
         finished = self._nvme.finish_write(writing.job)
         live = finished.copy()
         # The copy of an ancestor may have broken meanwhile.
@@ -398,12 +392,15 @@ class Offloader:
         ids = np.flatnonzero(np.isin(table.nvme_slot[: table.n_used], slots)).astype(np.uint32)
         self._nvme.quarantine(self._index.break_nvme(ids[self._index.resident(ids, NVME)]))
 
-    def _drop_queue(self) -> None:
-        if self._queue:
-            self._counters.add("offload_skipped_blocks", len(self._queue))
-            blocks = list(self._queue)
-            self._queue.clear()
-            self._settle(blocks)
+    def _drop_queue(self, tenant: int | None = None) -> None:
+        """Skip what waits, or what waits of one tenant."""
+        if not self._queue:
+            return
+        ids = np.array(self._queue, np.uint32)
+        goes = np.ones(len(ids), np.bool_) if tenant is None else self._index.tenants.owners(ids) == tenant
+        self._queue = deque(ids[~goes].tolist())
+        self._skips.add(ids[goes].tolist(), Unwritten.SUSPENDED)
+        self._settle(ids[goes].tolist())
 
     def _settle(self, blocks: list[int]) -> None:
         """These blocks are no longer pending, for better or worse. Who waits for a name goes on waiting."""

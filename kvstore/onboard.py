@@ -12,6 +12,7 @@ nothing new is read before it has returned: the disk is stuck.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,11 +25,13 @@ from kvstore.clock import Clock
 from kvstore.compression.frame import FrameLayout
 from kvstore.errors import IntegrityError
 from kvstore.jobs import Job, Jobs, Lane
+from kvstore.load_time import LoadTime
 from kvstore.logs import about
 from kvstore.metrics import Counters
 from kvstore.native import aligned_bytes, row_addresses
 from kvstore.prefix_index.block_table import DRAM, NVME, At, Ids
 from kvstore.prefix_index.index import PrefixIndex
+from kvstore.prefix_index.rivals import Rivals
 from kvstore.room import PendingReclaim, RoomMaker
 from kvstore.tiers.dram import DAEMON_WRITER, DramTier
 from kvstore.tiers.nvme.jobs import ReadJob
@@ -51,8 +54,7 @@ stuck; DRAM had no room; the disk took too long, could not read it, or gave othe
 
 log = logging.getLogger("kvstore.store")
 
-_FIRST_GUESS_BYTES_PER_S = 1e9
-_RATE_SHARE = 0.2
+_FIRST_GUESS_S, _FIRST_GUESS_BYTES_PER_S = 1e-3, 1e9
 
 
 @dataclass(slots=True)
@@ -66,6 +68,9 @@ class _Room:
     evict_bytes_left: int = -1
     leaving_bytes_before: int = 0
     moved: bool = False
+    spares_own: bool = False
+    rivals: Callable[[], Rivals] | None = None
+    n_declined: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +81,10 @@ class _Group:
     layout: FrameLayout
     ids: deque[int]
     since_s: float
+    queued_bytes: int
+    """What had to be read until all of it is there when it came: it, and what was before it."""
+    n_reads: int = 0
+    """Batches of it on their way."""
     room: _Room | None = None
     room_since_s: float = 0.0
 
@@ -84,6 +93,7 @@ class _Group:
 class _Reading:
     """A batch on its way. ``run`` is the worker's part."""
 
+    group: _Group
     ids: Ids
     slots: NDArray[np.int64]
     nvme_slots: NDArray[np.int64]
@@ -123,10 +133,11 @@ class Part(NamedTuple):
 class Load(Awaited):
     """What one request waits for. ``read_ids`` were not in DRAM; ``eta_s`` is the guess made when it began."""
 
-    def __init__(self, ids: At, waiting: Iterable[int], read_ids: At, eta_s: float) -> None:
+    def __init__(self, ids: At, waiting: Iterable[int], read_ids: At, eta_s: float, begun_s: float) -> None:
         super().__init__(ids, waiting)
         self.read_ids = read_ids
         self.eta_s = eta_s
+        self.begun_s = begun_s
 
     def why(self, block: int | None = None) -> str:
         """Why this block (or any, if none is named) was not there for the request; one of ``MISSED_BY_LOADS``."""
@@ -169,7 +180,8 @@ class Onboarder:
         self._waiters = Waiters()
         self._loads: set[Load] = set()
         self._queued_bytes = 0
-        self._bytes_per_s = _FIRST_GUESS_BYTES_PER_S
+        self.load_time = LoadTime(_FIRST_GUESS_S, _FIRST_GUESS_BYTES_PER_S)
+        """From the request to the last block, of what is read and of what is before it."""
         self._closed = False
 
     @property
@@ -189,12 +201,13 @@ class Onboarder:
             namespace = parts[layouts.index(None)].namespace
             raise IntegrityError(f"blocks of namespace {namespace} lie on NVMe, which has no frames for them")
         self._index.pin(ids)
+        begun_s = self._clock.now_s()
         waiting: list[int] = []
         for part, layout in zip(parts, layouts, strict=True):
             if layout is not None:
                 waiting += self._queue(tenant, layout, part.read_ids.tolist())
         read_ids = parts[0].read_ids if len(parts) == 1 else np.concatenate([part.read_ids for part in parts])
-        load = Load(ids, waiting, read_ids, self._queued_bytes / self._bytes_per_s)
+        load = Load(ids, waiting, read_ids, self.load_time.expected_s(self._queued_bytes), begun_s)
         self._waiters.add(load, waiting)
         self._loads.add(load)
         self.pump()
@@ -214,7 +227,7 @@ class Onboarder:
             self._index.pin(np.array(new, np.uint32))
             self._under_way.update(new)
             self._queued_bytes += len(new) * layout.frame_bytes
-            self._groups.append(_Group(tenant, layout, deque(new), self._clock.now_s()))
+            self._groups.append(_Group(tenant, layout, deque(new), self._clock.now_s(), self._queued_bytes))
         return [block for block in wanted if block in self._under_way]
 
     def end(self, load: Load) -> None:
@@ -273,7 +286,7 @@ class Onboarder:
         may_come = self._room.pending is not None or self._room.is_coming(room)
         if n_free < n and may_come and now_s - group.room_since_s < ROOM_WAIT_S:
             return False
-        slots = self._dram.allocate(DAEMON_WRITER, room.tenant, room.slot_bytes, n)
+        slots = self._room.allocate(room)
         if len(slots):
             group.room = None  # not before: what may be evicted for one attempt is all that goes while it waits
             self._start(group, np.array([group.ids.popleft() for _ in slots], np.uint32), slots)
@@ -301,15 +314,15 @@ class Onboarder:
             nvme_slots, row_addresses(headers), payloads, layout.header_bytes, layout.frame_bytes - layout.header_bytes
         )
         reading = _Reading(
-            ids, slots, nvme_slots, layout, headers, payloads, table.key[at], self._index.parent_keys(ids), job,
+            group, ids, slots, nvme_slots, layout, headers, payloads, table.key[at], self._index.parent_keys(ids), job,
             self._clock.now_s(), n_bytes,
         )  # fmt: skip
         self._reads.append(reading)
+        group.n_reads += 1
         self._jobs.append(Job(Lane.READ, reading.run, lambda: self._finish(reading), n_bytes))
 
     def _finish(self, reading: _Reading) -> None:
         ids, slots, index = reading.ids, reading.slots, self._index
-        in_parallel = len(self._reads)
         self._reads.remove(reading)
         arrived = self._nvme.finish_read(reading.job)
         good = arrived & reading.verified
@@ -335,10 +348,15 @@ class Onboarder:
         n_good = int(good.sum())
         self._counters.add("onboarded_blocks", n_good)
         self._counters.add("onboarded_bytes", n_good * reading.layout.payload_bytes)
-        took_s = max(self._clock.now_s() - reading.since_s, 1e-6)
-        self._bytes_per_s += _RATE_SHARE * (reading.n_bytes * in_parallel / took_s - self._bytes_per_s)
+        self._learn(reading.group)
         self._leave(ids, reading.n_bytes)
         self.pump()
+
+    def _learn(self, group: _Group) -> None:
+        """A batch of it is there: how long did all of it take, if that was the last one?"""
+        group.n_reads -= 1
+        if not group.n_reads and not group.ids:
+            self.load_time.observe(group.queued_bytes, self._clock.now_s() - group.since_s)
 
     def _refuse(self, group: _Group) -> None:
         self._counters.add("onboard_refused_blocks", len(group.ids))
@@ -358,13 +376,31 @@ class Onboarder:
 
     # Facts ---------------------------------------------------------------------------------------
 
+    def expected(self, parts: Iterable[Part]) -> tuple[float, float]:
+        """How long it would take to read these if they were asked for now, in seconds, and how true that is.
+
+        The second is ``LoadTime.error``. Begins nothing. Infinite while the disk is stuck.
+        """
+        n_bytes = self._queued_bytes
+        for part in parts:
+            layout = self._layout_of(part.namespace)
+            if layout is not None:
+                n_bytes += int((~self.are_under_way(part.read_ids)).sum()) * layout.frame_bytes
+        return math.inf if self.stuck else self.load_time.expected_s(n_bytes), self.load_time.error
+
+    def are_under_way(self, ids: At) -> NDArray[np.bool_]:
+        """Which of these are being read, or wait to be."""
+        if not self._under_way:
+            return np.zeros(ids.shape, np.bool_)
+        return np.isin(ids, np.fromiter(self._under_way, np.int64, len(self._under_way)))
+
     def stats(self) -> dict[str, float]:
         """Gauges."""
         return {
             "reads": len(self._reads),
             "waiting_blocks": len(self._under_way),
             "queued_bytes": self._queued_bytes,
-            "bytes_per_s": self._bytes_per_s,
+            "bytes_per_s": self.load_time.bytes_per_s,
             "stuck": float(self.stuck),
         }
 

@@ -13,9 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.config import format_size
 from kvstore.lease import RoomRequest
 from kvstore.metrics import Counters
+from kvstore.prefix_index.block_table import DRAM
+from kvstore.prefix_index.history import Left
 from kvstore.prefix_index.index import Evicted, PrefixIndex
+from kvstore.prefix_index.rivals import Rivals
+from kvstore.prefix_index.shares import Standing
+from kvstore.prefix_index.tenants import Asker
 from kvstore.tiers.dram import DramTier, Reclaim
 from kvstore.types import SLOT_BITS
 
@@ -52,6 +58,7 @@ class RoomMaker:
         self._counters = counters
         self._spare_bytes = spare_bytes
         self._idle_bytes_max = dram.capacity_bytes // IDLE_SHARE
+        self._waited_for_bytes = 0
         self.pending: PendingReclaim | None = None
         """The move under way."""
 
@@ -60,25 +67,59 @@ class RoomMaker:
 
         First goes what lies in the writer's own regions, near the end of the policy's order. Where others'
         blocks should go long before, as many of those go too, so that an idle writer's room shrinks; its
-        regions are emptied and retired in time. A writer that has nothing of its own to give up evicts in
-        the policy's order, and ``spare_bytes`` more than it needs, until a region is empty.
+        regions are emptied and retired in time. A writer that has nothing of its own to give up, or whose tenant
+        has far less than its share of the tier, evicts in the index's order, and ``spare_bytes`` more than it needs,
+        until a region is empty. What a tenant has beyond its quota goes in any case.
 
         Returns the move to be made next, or None when there is room or nothing helps.
         """
         asker = (request.writer, request.tenant, request.slot_bytes)
+        whose = self._whose(request)
+        self._index.tenants.room_for_all[DRAM] = self._dram.capacity_bytes - self._dram.retired_mapped_bytes
+        self._keep_quota(request, whose)
         short = self._short(request)
         if short > 0 and self._dram.settling:
             return None  # what is evicted now would be nobody's room: clients have yet to say what they still use
         if short > 0 and request.evict_bytes_left < 0:
             leaving_bytes = self._dram.retired_mapped_bytes
-            short = self._evict_own(asker, request.n_wanted, short)
+            standing = self._index.standing(whose)
+            request.spares_own = standing is Standing.BELOW
+            if not request.spares_own:
+                short = self._evict_own(request, asker, whose, short, standing)
             self._set_bounds(request, short, leaving_bytes)
         if short <= 0:
             return self._gather_idle(request, asker)
-        short = self._evict_others(request, asker, short)
+        short = self._evict_others(request, asker, whose._replace(gives_own=not request.spares_own), short)
         if short > 0:
-            return None if self.is_coming(request) else self._plan(asker)
+            if self.is_coming(request):
+                return None
+            pending = self._plan(asker)
+            if (
+                pending is not None
+                or self.pending is not None
+                or not request.spares_own
+                or self._leaves(request, short)
+            ):
+                return pending
+            request.spares_own = False  # nobody has more than is due to it, and there is nothing to be gathered
+            if self._evict_own(request, asker, whose, short, Standing.BELOW) > 0:
+                return None
         return self._gather_idle(request, asker)
+
+    def allocate(self, request: RoomRequest) -> NDArray[np.int64]:
+        """Slots for it, as many as there are and as its tenant may have; reserved from now on."""
+        n = self._n_allowed(request)
+        return self._dram.allocate(request.writer, request.tenant, request.slot_bytes, n)
+
+    def why_short(self, request: RoomRequest, n_lacking: int) -> str:
+        """Why it has not got so many of its slots, in words."""
+        tenants = self._index.tenants
+        tenant = tenants.number(request.tenant)
+        if tenants.room_bytes(tenant, DRAM) < n_lacking * request.slot_bytes:
+            most = format_size(int(tenants.most_bytes[DRAM, tenant]))
+            return f"tenant {request.tenant!r} may have {most} of DRAM (--tenant-dram-max), and what it has is in use"
+        others = " or of tenants within their share" if tenants.is_fair and tenants.n_present[DRAM] > 1 else ""
+        return f"the DRAM tier is full of blocks in use{others}"
 
     def is_coming(self, request: RoomRequest) -> bool:
         """Whether it lacks room, and enough was retired for it that clients have yet to unmap, or is unsettled."""
@@ -91,14 +132,40 @@ class RoomMaker:
         request.moved = True
         return self._plan(asker)
 
-    def _evict_own(self, asker: tuple[int, str, int], n: int, short: int) -> int:
-        """See ``make``; returns how many slots the asker still lacks."""
+    def _whose(self, request: RoomRequest) -> Asker:
+        return Asker(self._index.tenants.number(request.tenant), request.n_wanted * request.slot_bytes)
+
+    def _n_allowed(self, request: RoomRequest) -> int:
+        """Of the slots it wants, those that its tenant's quota has room for."""
+        room_bytes = self._index.tenants.room_bytes(self._index.tenants.number(request.tenant), DRAM)
+        return max(min(request.n_wanted, room_bytes // request.slot_bytes), 0)
+
+    def _keep_quota(self, request: RoomRequest, whose: Asker) -> None:
+        """Blocks of the tenant go until what it wants is within its quota, or none may."""
+        most = int(self._index.tenants.most_bytes[DRAM, whose.tenant]) // request.slot_bytes
+        while (over := min(request.n_wanted, most) - self._n_allowed(request)) > 0:
+            evicted = self._index.evict(over, whose, (whose.tenant,))
+            if not len(evicted.ids):
+                return
+            self._free(evicted, (request.writer, request.tenant, request.slot_bytes))
+
+    def _evict_own(
+        self, request: RoomRequest, asker: tuple[int, str, int], whose: Asker, short: int, standing: Standing
+    ) -> int:
+        """See ``make``; returns how many slots the asker still lacks.
+
+        Of a tenant that has no more than is due to it, its own go though others come first in the order.
+        """
+        n, of = self._n_allowed(request), None if standing is Standing.OVER else (whose.tenant,)
         own = self._dram.usable_regions(*asker)
         if not own:
             return short
         if len(own) == len(self._dram.regions):  # everything is the asker's: the order is all there is
-            self._free(self._index.evict(short), asker)
-            return max(n - self._dram.free_slots(*asker), 0)
+            rivals = request.rivals() if request.rivals is not None and n == request.n_wanted else None
+            self._free(self._index.evict(short, whose, rivals=rivals), asker)
+            if rivals is not None:
+                self._decline(request, rivals)
+            return max(self._short(request), 0)
         orphans, others = self._dram.orphan_regions(), self._dram.other_regions(asker[0], asker[2])
         left_bytes = short * asker[2] + self._spare_bytes
         others_bytes = short * asker[2]
@@ -120,18 +187,27 @@ class RoomMaker:
             return 0
 
         most_passed = PASSED_PER_BLOCK * short + self._index.n_blocks // PASSED_SHARE
-        self._free(self._index.evict_among(short, worth, most_passed), asker)
+        self._free(self._index.evict_among(short, worth, most_passed, whose, of), asker)
         short = n - self._dram.free_slots(*asker)
         if short > 0:
-            self._free(self._index.evict(short), asker)
-            self._free(self._index.evict_among(short, worth, PASSED_MAX), asker)
+            self._free(self._index.evict(short, whose), asker)
+            self._free(self._index.evict_among(short, worth, PASSED_MAX, whose, of), asker)
             short = n - self._dram.free_slots(*asker)
         return max(short, 0)
 
-    def _evict_others(self, request: RoomRequest, asker: tuple[int, str, int], short: int) -> int:
+    def _decline(self, request: RoomRequest, rivals: Rivals) -> None:
+        first_key = rivals.conclude()
+        if first_key:
+            request.n_wanted -= rivals.n_declined
+            request.n_declined += rivals.n_declined
+            self._counters.add("declined_blocks", rivals.n_declined)
+            if self._index.history:
+                self._index.history.not_stored(first_key, Left.EVICTED)
+
+    def _evict_others(self, request: RoomRequest, asker: tuple[int, str, int], whose: Asker, short: int) -> int:
         step = short
         while short > 0 and request.evict_bytes_left > 0 and not self._is_coming(request, short):
-            evicted = self._index.evict(step)
+            evicted = self._index.evict(step, whose)
             if not len(evicted.ids):
                 break
             request.evict_bytes_left = max(request.evict_bytes_left - self._free(evicted, asker), 0)
@@ -181,7 +257,7 @@ class RoomMaker:
 
     def _short(self, request: RoomRequest) -> int:
         asker = (request.writer, request.tenant, request.slot_bytes)
-        return request.n_wanted - self._dram.free_slots(*asker)
+        return self._n_allowed(request) - self._dram.free_slots(*asker)
 
     def _set_bounds(self, request: RoomRequest, short: int, leaving_bytes: int) -> None:
         # Regions that others were made to leave will be room soon: nobody's blocks go twice for it. But a
@@ -193,6 +269,17 @@ class RoomMaker:
         """Whether enough was retired for this reservation; clients that map it have yet to leave."""
         leaving_bytes = self._dram.retired_mapped_bytes - request.leaving_bytes_before
         return leaving_bytes >= short * request.slot_bytes
+
+    def _leaves(self, request: RoomRequest, short: int) -> bool:
+        """Whether it is to wait for what was retired for others before its tenant's own blocks go.
+
+        Not for what has been waited for, of which nothing has come.
+        """
+        leaving_bytes, self._waited_for_bytes = self._waited_for_bytes, self._dram.retired_mapped_bytes
+        if self._waited_for_bytes == leaving_bytes or self._waited_for_bytes < short * request.slot_bytes:
+            return False
+        request.leaving_bytes_before = 0
+        return True
 
     def _plan(self, asker: tuple[int, str, int]) -> PendingReclaim | None:
         if self.pending is not None:

@@ -23,8 +23,10 @@ from kvstore.prefix_index.block_table import (
     Ids,
     residency_bit,
 )
-from kvstore.prefix_index.evictor import Evictor
+from kvstore.prefix_index.fair_order import FairOrder
+from kvstore.prefix_index.history import History, Left
 from kvstore.prefix_index.policy import EvictionPolicy
+from kvstore.prefix_index.tenants import Tenants
 
 
 class Loss(StrEnum):
@@ -51,16 +53,20 @@ class Witness(Protocol):
 class Copies:
     """The copies of all blocks in the tiers of one table. Ids of one call are distinct."""
 
-    def __init__(self, table: BlockTable, policy: EvictionPolicy) -> None:
+    def __init__(self, table: BlockTable, policy: EvictionPolicy, tenants: Tenants) -> None:
         self._table = table
         self._policy = policy
-        self.evictors = [Evictor(table, policy.of(tier), tier) for tier in ((DRAM, NVME) if table.nvme else (DRAM,))]
+        self.tenants = tenants
+        tiers = (DRAM, NVME) if table.nvme else (DRAM,)
+        self.evictors = [FairOrder(table, policy.of(tier), tenants, tier) for tier in tiers]
         self.n = [0, 0]
         """Copies per tier."""
         self.n_broken = 0
         """Blocks alive without a copy."""
         self._holes: set[int] = set()
         self.witness: Witness | None = None
+        self.history: History | None = None
+        """What remembers blocks that are gone."""
 
     def changed(self, at: At, lowest_rank: float = -np.inf) -> None:
         """Tell every evictor: see ``Evictor.changed``."""
@@ -70,6 +76,7 @@ class Copies:
     def lost(self, at: At, tier: int) -> None:
         """Copies are gone otherwise than by eviction."""
         self._policy.left(at, tier)
+        self.tenants.lost(at, tier)
 
     def gain(self, ids: At, tier: int, slots: NDArray[np.int64]) -> None:
         """Blocks get a copy. Raises IntegrityError if one has a copy there; nothing changed then."""
@@ -90,6 +97,7 @@ class Copies:
             np.add.at(self.children(tier), parents, 1)
         self.n[tier] += len(at)
         self._policy.entered(at, tier)
+        self.tenants.gained(at, tier)
         self.changed(at)
         if self.witness is not None:
             self.witness.gained(at, tier, first=residency == 0)
@@ -128,6 +136,8 @@ class Copies:
         self.n_broken += int(np.count_nonzero(table.residency[at] == 0))
         if self.witness is not None:
             self.witness.lost(at, NVME, Loss.CORRUPT, table.residency[at] == 0)
+        if self.history:
+            self.history.lost(at[table.residency[at] == 0], Left.CORRUPT, NVME)
         parents = table.parent[at]
         parents = parents[parents != NO_PARENT]
         np.subtract.at(table.n_nvme_children, parents, 1)

@@ -11,7 +11,9 @@ for by the entries used up since the last one.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from heapq import heappop, heappush
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,8 @@ _SNAPSHOT_SHARE = 32
 _HEAP_SLACK = 1024
 _CHUNK = 256
 
+IdT = TypeVar("IdT", bound=np.integer[Any])
+
 
 class Evictor:
     """The order of eviction from one tier. Tell it about every block whose state or rank changes.
@@ -32,10 +36,18 @@ class Evictor:
     A leaf is a block that ``BlockTable.is_evictable`` lets go from the tier.
     """
 
-    def __init__(self, table: BlockTable, policy: EvictionPolicy, tier: int = DRAM) -> None:
+    def __init__(
+        self,
+        table: BlockTable,
+        policy: EvictionPolicy,
+        tier: int = DRAM,
+        among: Callable[[At], NDArray[np.bool_]] | None = None,
+    ) -> None:
+        """``among`` says which blocks there are for it, where that is not all; it is told of changes of no other."""
         self._table = table
         self._policy = policy
         self._tier = tier
+        self._among = among
         self._aside: set[int] = set()
         self._heap: list[tuple[float, int]] = []
         self.forget()
@@ -97,6 +109,15 @@ class Evictor:
                 continue
             return block
 
+    def first(self) -> tuple[float, int] | None:
+        """The rank and id of what ``pop`` would give, None for -1."""
+        block = self.pop()
+        if block < 0:
+            return None
+        entry = (float(self._table.ranks(self._tier)[block]), block)
+        heappush(self._heap, entry)
+        return entry
+
     def pass_over(self, block: int) -> None:
         """A block that came from ``pop`` stays where it is, and is not given again until ``take_back``."""
         self._aside.add(block)
@@ -145,7 +166,7 @@ class Evictor:
     def _look(self) -> bool:
         """Take a new snapshot; False if nothing is evictable."""
         self.forget()
-        ids = self._table.all_evictable(self._tier)
+        ids = self._mine(self._table.all_evictable(self._tier))
         if self._aside:
             ids = ids[~np.isin(ids, np.fromiter(self._aside, np.uint32, len(self._aside)))]
         if not len(ids):
@@ -153,22 +174,29 @@ class Evictor:
             self._bound = math.inf
             self._complete = True
             return False
+        in_force = self._table.ranks(self._tier)
         if self._policy.moves:
-            held = self._table.all_resident(self._tier)
-            self._table.ranks(self._tier)[held] = self._policy.rank(held, self._tier)
-        ranks = self._policy.rank(ids, self._tier)
-        self._table.ranks(self._tier)[ids] = ranks
+            held = self._mine(self._table.all_resident(self._tier))
+            in_force[held] = self._policy.rank(held, self._tier)
+            ranks = in_force[ids]
+        else:
+            ranks = in_force[ids] = self._policy.rank(ids, self._tier)
         keep = max(_SNAPSHOT_MIN, len(ids) // _SNAPSHOT_SHARE)
         if len(ids) > keep:
             lowest = np.argpartition(ranks, keep - 1)[:keep]
             ids, ranks = ids[lowest], ranks[lowest]
             self._bound = float(ranks.max())
+        elif self._among is not None or self._policy.moves:
+            self._bound = math.inf  # few leaves, and a look is at more than those: none of them is to be missed
         else:
             # All leaves are in: parents that become leaves belong to the order up to the highest rank given.
             self._bound = float(self._table.ranks(self._tier)[self._table.alive()].max())
         order = np.argsort(ranks, kind="stable")
         self._ids, self._ranks = ids[order], ranks[order]
         return True
+
+    def _mine(self, ids: NDArray[IdT]) -> NDArray[IdT]:
+        return ids if self._among is None else ids[self._among(ids)]
 
     def check(self) -> None:
         """Raises IntegrityError if an evictable block below the bound is neither in snapshot nor heap. Slow."""
@@ -177,7 +205,7 @@ class Evictor:
         table = self._table
         waiting = set(self._heap) | set(self._chunk)
         waiting |= set(zip(self._ranks[self._at :].tolist(), self._ids[self._at :].tolist(), strict=True))
-        for block in table.all_evictable(self._tier).tolist():
+        for block in self._mine(table.all_evictable(self._tier)).tolist():
             entry = (float(table.ranks(self._tier)[block]), block)
             if entry[0] < self._bound and entry not in waiting:
                 raise IntegrityError(f"block {block} is evictable from tier {self._tier}, but its evictor forgot it")

@@ -27,6 +27,7 @@ from kvstore.prefix_index.block_table import (
 )
 from kvstore.prefix_index.cold import ColdBlocks
 from kvstore.prefix_index.copies import Copies, Loss
+from kvstore.prefix_index.history import CLEARED_SHARE, Left
 from kvstore.prefix_index.leaving import Leaving
 from kvstore.prefix_index.tree import RadixTree
 
@@ -131,6 +132,8 @@ class Hiding:
         counts = np.zeros((3, n_namespaces), np.int64)
         only = namespaces[0] if len(namespaces) == 1 else None  # which takes a tenth of the time
         n_cold = 0
+        history = self._copies.history
+        n_noted = history.capacity // CLEARED_SHARE if history else 0
         for first in range(0, table.n_used, _CHUNK):
             span = slice(first, min(first + _CHUNK, table.n_used))
             state, residency, of = table.state[span], table.residency[span], of_all[span]
@@ -143,13 +146,17 @@ class Hiding:
             else:
                 counts += [np.bincount(of[each], minlength=n_namespaces) for each in there]
             n_cold += int(np.count_nonzero(mine & (state == COLD)))
+            if history is not None and n_noted:
+                noted = first + np.flatnonzero(mine)[:n_noted]
+                n_noted -= len(noted)
+                history.lost(noted, Left.CLEARED, -1)
             np.copyto(state, HIDDEN, where=mine)
         self._cold.left(n_cold)
         table.n_hidden += int(counts[0].sum())
         return counts
 
     def _lose(self, at: At, tier: int) -> None:
-        """Copies go, wherever the blocks stand; nobody's order of eviction changes, as all around them are hidden."""
+        """Copies go, wherever the blocks stand; what they followed may be the last of its path in the tier now."""
         if not len(at):
             return
         table, copies = self._table, self._copies
@@ -163,4 +170,6 @@ class Hiding:
         if table.nvme:
             copies.slots(tier)[at] = -1
             parents = table.parent[at]
-            np.subtract.at(copies.children(tier), parents[parents != NO_PARENT], 1)
+            parents = parents[parents != NO_PARENT]
+            np.subtract.at(copies.children(tier), parents, 1)
+            copies.evictors[tier].changed(parents.astype(np.intp))

@@ -146,6 +146,13 @@ class HintColumns:
         run_out: NDArray[np.bool_] = self.is_overdue[at] & self._is_known(at)
         return run_out
 
+    def was_unwanted(self, ids: At) -> NDArray[np.bool_]:
+        """Of which of the blocks the last request that said something said that they are not used again."""
+        self._grow()
+        at = ids.astype(np.intp, copy=False)
+        unwanted: NDArray[np.bool_] = self.no_reuse[at] & self._is_known(at)
+        return unwanted
+
     def take_overdue(self, now_s: float) -> NDArray[np.intp]:
         """Blocks whose time is over since they were last looked at; looks at a part of the table each time."""
         if not self.has_ttl:

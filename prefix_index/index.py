@@ -6,29 +6,35 @@ A block has copies in DRAM, on NVMe or both. One thread uses the index; nothing 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.config.tenants import TenantOptions
 from kvstore.errors import BadInputError, IntegrityError, KVStoreError
 from kvstore.prefix_index import lineage
-from kvstore.prefix_index.block_table import DRAM, DRAM_BIT, NO_PARENT, NVME, PART, STORED, At, BlockTable, Ids
+from kvstore.prefix_index.adding import add_blocks
+from kvstore.prefix_index.block_table import DRAM, NVME, PART, At, BlockTable, Ids
 from kvstore.prefix_index.cold import ColdBlocks
 from kvstore.prefix_index.copies import Copies, Witness
 from kvstore.prefix_index.explain import Explanation, explain
 from kvstore.prefix_index.hiding import Hiding
 from kvstore.prefix_index.hint_columns import HintColumns
+from kvstore.prefix_index.history import History
 from kvstore.prefix_index.integrity import check_index
 from kvstore.prefix_index.kin import Kin
 from kvstore.prefix_index.leaving import Evicted, Leaving
 from kvstore.prefix_index.parts import Parts, recognised
 from kvstore.prefix_index.policy import EvictionPolicy, Use
 from kvstore.prefix_index.reopen import Found, take_in
+from kvstore.prefix_index.rivals import Rivals
 from kvstore.prefix_index.rows import RowPath
 from kvstore.prefix_index.search import Match, Search
+from kvstore.prefix_index.shares import Standing
 from kvstore.prefix_index.spot_check import contradictions
+from kvstore.prefix_index.tenants import Asker, Tenants
 from kvstore.prefix_index.tree import RadixTree, Stop, as_ids
 from kvstore.types import KEY_BYTES
 
@@ -53,7 +59,8 @@ class PrefixIndex:
     """Radix tree, block table, copies and eviction order behind one face.
 
     ``reserve_blocks``: room made at once, so that the table needn't be copied to grow; untouched room
-    takes no memory. ``nvme``: whether there is an NVMe tier; methods that name it need True.
+    takes no memory. ``nvme``: whether there is an NVMe tier; methods that name it need True. ``tenants``: how they
+    share the tiers; as long as all blocks are of one, that makes no difference.
 
     Copies on NVMe are closed towards the head of a prompt, but for blocks whose copy broke; copies in DRAM
     need not be. A block leaves the index with its last copy if nothing follows it, else it stays as *broken*
@@ -61,12 +68,20 @@ class PrefixIndex:
     no copy, unless that breaks, and stays.
     """
 
-    def __init__(self, policy: EvictionPolicy, reserve_blocks: int = 1 << 16, nvme: bool = False) -> None:
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        reserve_blocks: int = 1 << 16,
+        nvme: bool = False,
+        tenants: TenantOptions | None = None,
+    ) -> None:
         self.table = BlockTable(reserve_blocks, nvme)
+        self.tenants = Tenants(self.table, tenants)
+        """Whose the blocks are, and how much each tenant has."""
         self._policy = policy
         policy.attach(self.table, (DRAM, NVME) if nvme else (DRAM,))
         self._tree = RadixTree(self.table)
-        self._copies = Copies(self.table, policy)
+        self._copies = Copies(self.table, policy, self.tenants)
         self._cold = ColdBlocks(self.table)
         self.parts = Parts(self.table, self._copies, policy)
         """What groups of layers with a shorter memory have of the blocks."""
@@ -74,6 +89,10 @@ class PrefixIndex:
         """Which blocks are of one row of a shard family."""
         self.hints = HintColumns(self.table)
         """What callers have said about blocks."""
+        self.history = self._copies.history = History(self.table, self.hints)
+        """Why blocks are gone, once it has begun."""
+        self._useless_of: set[int] = set()
+        """The tenants of what has become worth nothing."""
         self._search = Search(self._tree, self.table, self._copies, self._cold)
         self._leaving = Leaving(self._tree, self.table, policy, self._copies, self._cold)
         self.hiding = Hiding(self._tree, self.table, self._copies, self._cold, self._leaving)
@@ -193,6 +212,7 @@ class PrefixIndex:
     def coldest(self, n: int, tier: int = DRAM) -> Ids:
         """The up to ``n`` leaves of a tier that would be evicted next, in order; changes nothing."""
         evictor = self._copies.evictors[tier]
+        evictor.begin(ahead=True)
         ids = array("I")
         while len(ids) < n and (block := evictor.pop()) >= 0:
             ids.append(block)
@@ -303,13 +323,14 @@ class PrefixIndex:
         if stored < first_row:
             raise MissingParent(f"row {first_row} of a path stored up to row {stored}: insert the rows between")
         old = as_ids(stop.ids)[first_row:]
-        new = self._add(root_key, path, stop, end, slots[len(old) :])
+        new = add_blocks(self._tree, self.table, self._copies, root_key, path, stop, end, slots[len(old) :])
         if len(new):
             self.table.size_bytes[new] = size_bytes
             self.table.namespace[new] = use.namespace
             self.table.used(new, use.now_s, use.category)
             self._policy.inserted(new, use)
             self._policy.entered(new, DRAM)
+            self.tenants.stored(use.namespace, len(new), size_bytes)
             self._copies.evictors[DRAM].changed(new[-1:])
             if self.witness is not None:
                 self.witness.gained(new.astype(np.intp), DRAM, first=np.ones(len(new), np.bool_))
@@ -369,20 +390,24 @@ class PrefixIndex:
 
     # Losses --------------------------------------------------------------------------------------
 
-    def evict(self, n: int) -> Evicted:
-        """Drop from DRAM the ``n`` copies the policy values least: never a pinned one, of a path the tail first.
+    def evict(
+        self, n: int, asker: Asker | None = None, of: Sequence[int] | None = None, rivals: Rivals | None = None
+    ) -> Evicted:
+        """Drop from DRAM the ``n`` copies to go first: never a pinned one, of a path the tail first.
 
-        Fewer when nothing else is evictable. The cost grows with ``n``: slice a long burst.
+        That is what the policy values least, of tenants that have more than is due to them (see ``shares``) once
+        ``asker`` has what it wants, or of these tenants (``of``). Fewer when nothing else may go, or ``rivals`` should
+        rather be declined. Slice a long burst.
         """
-        return self._evicted(self._leaving.evict(n, DRAM))
+        return self._evicted(self._leaving.evict(n, DRAM, asker, of, rivals))
 
-    def evict_among(self, n: int, worth: Callable[[int], int], most_passed: int) -> Evicted:
-        """As ``evict``, until the copies given up are worth ``n``: ``worth(slot)`` says what each one counts.
-
-        Blocks of negative worth are passed over and keep their place in the order; after ``most_passed`` of
-        them it ends, so that the order is never bent further than that.
-        """
-        return self._evicted(self._leaving.evict_among(n, worth, most_passed))
+    def evict_among(
+        self, n: int, worth: Callable[[int], int], most_passed: int, asker: Asker | None = None,
+        of: Sequence[int] | None = None,
+    ) -> Evicted:  # fmt: skip
+        """As ``evict``, until the copies given up are worth ``n``: ``worth(slot)`` says what each one counts. Blocks of
+        negative worth are passed over and keep their place; after ``most_passed`` of them it ends."""
+        return self._evicted(self._leaving.evict_among(n, worth, most_passed, asker, of))
 
     def evict_useless(self) -> Evicted | None:
         """Drop from DRAM as many copies as have become worth nothing by evictions since the last call; None if none.
@@ -390,14 +415,21 @@ class PrefixIndex:
         Those that still have others behind them stay, at the front of the order. Call it until it returns None.
         """
         slots = self.kin.take_useless()
-        return self.evict_among(len(slots), lambda slot: 1 if slot in slots else -1, 64) if slots else None
+        if not slots:
+            return None
+        of, self._useless_of = sorted(self._useless_of), set()
+        whose = of if self.tenants.n_present[DRAM] > 1 else None
+        return self._evicted(
+            self._leaving.evict_among(len(slots), lambda slot: 1 if slot in slots else -1, 64, None, whose)
+        )
 
-    def evict_nvme(self, n: int) -> Evicted:
-        """Drop from NVMe the ``n`` copies the policy values least, as ``evict`` does from DRAM.
+    def evict_nvme(self, n: int, asker: Asker | None = None, of: Sequence[int] | None = None) -> Evicted:
+        """As ``evict``, from NVMe. A last copy goes only when no block at all follows."""
+        return self._evicted(self._leaving.evict(n, NVME, asker, of))
 
-        A last copy goes only when no block at all follows.
-        """
-        return self._evicted(self._leaving.evict(n, NVME))
+    def standing(self, asker: Asker) -> Standing:
+        """What the asker will have of DRAM beside its share."""
+        return self._copies.evictors[DRAM].standing(asker)
 
     def break_nvme(self, ids: Ids) -> NDArray[np.int64]:
         """The NVMe copies of these blocks are bad: dropped, pinned or not. Returns their slots there.
@@ -411,34 +443,7 @@ class PrefixIndex:
     def _evicted(self, evicted: Evicted) -> Evicted:
         """Without the blocks that are gone, those of the same row in other shards are worth nothing."""
         if self.kin and evicted.gone.any():
-            self.demote(self.kin.lost(evicted.ids[evicted.gone]))
+            others = self.kin.lost(evicted.ids[evicted.gone])
+            self._useless_of.update(self.tenants.owners(others).tolist())
+            self.demote(others)
         return evicted
-
-    def _add(self, root_key: bytes, path: RowPath, stop: Stop, end: int, slots: NDArray[np.int64]) -> Ids:
-        """Blocks for the rows behind ``stop``, in tree and table; size and use are left to fill."""
-        table = self.table
-        n_new = end - stop.n_rows
-        ids = table.allocate(n_new)
-        if not n_new:
-            return ids
-        parent = stop.ids[-1] if stop.ids else NO_PARENT
-        parent_key = root_key if parent == NO_PARENT else table.key[parent].tobytes()
-        table.key[ids] = path.chain(parent_key, stop.n_rows, end)
-        table.parent[ids[0]] = parent
-        table.parent[ids[1:]] = ids[:-1]
-        table.n_children[ids] = 1
-        table.n_children[ids[-1]] = 0
-        if parent != NO_PARENT:
-            table.n_children[parent] += 1
-        table.slot[ids] = slots
-        table.refs[ids] = 0
-        table.residency[ids] = DRAM_BIT
-        table.state[ids] = STORED
-        if table.nvme:
-            table.n_dram_children[ids] = table.n_children[ids]
-            if parent != NO_PARENT:
-                table.n_dram_children[parent] += 1
-            table.nvme_slot[ids], table.n_nvme_children[ids], table.hits[ids] = -1, 0, 0
-        self._copies.n[DRAM] += n_new
-        self._tree.grow(stop, path, end, ids)
-        return ids

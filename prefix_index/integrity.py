@@ -39,6 +39,7 @@ def check_index(tree: RadixTree, table: BlockTable, copies: Copies, cold: ColdBl
     cold.check()
     for evictor in copies.evictors:
         evictor.check()
+    _check_tenants(copies)
 
 
 def _require(holds: bool, invariant: str, where: object = "") -> None:
@@ -173,3 +174,10 @@ def _check_copies(table: BlockTable, copies: Copies) -> None:
     parents = parents[parents != NO_PARENT]
     open_ends = set(parents[~table.resident(parents, NVME) & (table.state[parents] != HIDDEN)].tolist())
     _require(open_ends == copies.holes(), "on NVMe are whole chains, but for copies that broke", open_ends)
+
+
+def _check_tenants(copies: Copies) -> None:
+    used = copies.tenants.used_bytes
+    _require(np.array_equal(copies.tenants.census(), used), "what each tenant has is counted")
+    present = np.count_nonzero(used > 0, axis=1).tolist()
+    _require(copies.tenants.n_present == present, "tenants that have something are counted")

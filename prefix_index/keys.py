@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from hashlib import blake2b
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstore.errors import BadInputError
+from kvstore.native.blockkeys import chained_keys
 from kvstore.types import KEY_BYTES
 
 EXTRA_DIGEST_BYTES = 16
@@ -33,6 +37,23 @@ def block_key(parent: bytes, row: bytes, extra_digest: bytes = b"") -> bytes:
         raise BadInputError(f"extra_digest is {len(extra_digest)} bytes; at most 255 fit")
     message = b"".join((parent, row, extra_digest, bytes((len(extra_digest),))))
     return blake2b(message, digest_size=KEY_BYTES, person=_BLOCK).digest()
+
+
+def block_keys(parent: bytes, rows: memoryview, row_bytes: int) -> NDArray[np.uint8]:
+    """The keys of the plain rows that lie end to end in ``rows``, each below the one before: uint8 [n, 16].
+
+    ``rows``: bytes, contiguous, whole rows of ``row_bytes``. Raises BadInputError for a parent that is not 16 bytes.
+    """
+    if len(parent) != KEY_BYTES:
+        raise BadInputError(f"parent is {len(parent)} bytes; a block key or root key has {KEY_BYTES}")
+    keys = chained_keys(parent, rows, row_bytes, _BLOCK)
+    if keys is not None:
+        return keys
+    out = []
+    for start in range(0, rows.nbytes, row_bytes):
+        parent = block_key(parent, bytes(rows[start : start + row_bytes]))
+        out.append(parent)
+    return np.frombuffer(b"".join(out), np.uint8).reshape(-1, KEY_BYTES)
 
 
 def part_tag(number: int) -> bytes:

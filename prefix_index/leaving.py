@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,8 @@ from kvstore.prefix_index.cold import ColdBlocks
 from kvstore.prefix_index.copies import Copies, Loss
 from kvstore.prefix_index.parts import forget, is_part
 from kvstore.prefix_index.policy import EvictionPolicy
+from kvstore.prefix_index.rivals import Rivals
+from kvstore.prefix_index.tenants import Asker
 from kvstore.prefix_index.tree import RadixTree, as_ids
 
 _COLD_RUN_MAX = 64
@@ -57,21 +59,50 @@ class Leaving:
         self._cold = cold
         self._left = array("I")
 
-    def evict(self, n: int, tier: int) -> Evicted:
-        """Drop the ``n`` copies of a tier that the policy values least."""
+    def evict(
+        self,
+        n: int,
+        tier: int,
+        asker: Asker | None = None,
+        of: Sequence[int] | None = None,
+        rivals: Rivals | None = None,
+    ) -> Evicted:
+        """Drop the ``n`` copies of a tier that are to go first; see ``FairOrder.begin`` for ``asker`` and ``of``.
+
+        Fewer by as many of ``rivals`` as would go before them. Tenants that share a tier have no rivals in each other.
+        """
         evictor = self._copies.evictors[tier]
+        evictor.begin(asker, of)
+        rivals = None if evictor.is_shared else rivals
         out, gone = array("I"), bytearray()
         while len(out) < n and (block := evictor.pop()) >= 0:
+            if rivals is not None and self._table.ranks(tier)[block] >= rivals.lowest_rank:
+                n -= 1
+                rivals.decline()
+                evictor.pass_over(block)
+                evictor.take_back()
+                continue
             tail = self._tail(block, n - len(out))
             if len(tail) > 1:
                 del tail[evictor.run(as_ids(tail)) :]
+            if len(tail) > 1 and rivals is not None:
+                before = self._table.ranks(tier)[as_ids(tail)[1:]] >= rivals.lowest_rank
+                del tail[1 + (int(before.argmax()) if before.any() else len(before)) :]
             gone += self._drop(tail, tier)
             out.extend(tail)
-        return self._finish(out, gone, tier)
+        return self._finish(out, gone, tier, asker)
 
-    def evict_among(self, n: int, worth: Callable[[int], int], most_passed: int) -> Evicted:
+    def evict_among(
+        self,
+        n: int,
+        worth: Callable[[int], int],
+        most_passed: int,
+        asker: Asker | None = None,
+        of: Sequence[int] | None = None,
+    ) -> Evicted:
         """As ``evict`` from DRAM, until the slots given up are worth ``n``: see ``PrefixIndex.evict_among``."""
         evictor, table = self._copies.evictors[DRAM], self._table
+        evictor.begin(asker, of)
         out, gone = array("I"), bytearray()
         gained = n_passed = 0
         while gained < n and n_passed <= most_passed and (block := evictor.pop()) >= 0:
@@ -84,7 +115,7 @@ class Leaving:
                 n_passed += 1
                 evictor.pass_over(block)
         evictor.take_back()
-        return self._finish(out, gone, DRAM)
+        return self._finish(out, gone, DRAM, asker)
 
     def break_nvme(self, ids: Ids) -> NDArray[np.int64]:
         """The NVMe copies are bad. Returns their slots; raises IntegrityError if a block has none there."""
@@ -198,7 +229,7 @@ class Leaving:
             copies.n_broken -= 1
             chain = array("I", (parent,))
 
-    def _finish(self, out: array[int], gone: bytearray, tier: int) -> Evicted:
+    def _finish(self, out: array[int], gone: bytearray, tier: int, asker: Asker | None) -> Evicted:
         table, ids = self._table, as_ids(out)
         slots = self._copies.slots(tier)
         evicted = Evicted(
@@ -208,7 +239,13 @@ class Leaving:
             slots[ids] = -1
         if self._copies.witness is not None:
             self._copies.witness.lost(ids.astype(np.intp), tier, Loss.EVICTED, table.residency[ids] == 0)
+        if self._copies.history and len(ids):
+            if not table.nvme:
+                self._copies.history.evicted(ids, evicted.keys, tier)
+            elif (last := table.residency[ids] == 0).any():
+                self._copies.history.evicted(ids[last], evicted.keys[last], tier)
         self._policy.left(ids, tier)
+        self._copies.tenants.evicted(ids, tier, asker)
         self._free()
         return evicted
 

@@ -126,6 +126,14 @@ class SpecialKids:
         at = bisect_left(self.kids, key, key=HEAD)
         return self.kids[at] if at < len(self.kids) and self.kids[at].head == key else None
 
+    def has_tokens(self, row: bytes) -> bool:
+        """Whether a child has exactly these tokens, whatever covers them."""
+        at = bisect_left(self.kids, row, key=HEAD)
+        if at == len(self.kids):
+            return False
+        head = self.kids[at].head
+        return len(head) == len(row) + EXTRA_SUFFIX_BYTES and head.startswith(row)
+
     def add(self, kid: Node) -> None:
         self.kids.insert(bisect_left(self.kids, kid.head, key=HEAD), kid)
         self.by_open_part.insert(bisect_right(self.by_open_part, open_part(kid), key=open_part), kid)

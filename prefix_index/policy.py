@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,16 @@ class Use:
     is_again: bool = False
 
 
+class Newcomers(NamedTuple):
+    """Blocks that are not stored yet, in path order."""
+
+    keys: NDArray[np.uint8]
+    """[n, 16]"""
+    parent: int
+    """The block before the first, NO_PARENT without one."""
+    use: Use
+
+
 class EvictionPolicy(ABC):
     """Orders the blocks of one or several tiers by vectors over their ids; keeps no object per block.
 
@@ -55,6 +66,8 @@ class EvictionPolicy(ABC):
     becomes a leaf later has one of the same moment."""
     reprieves = False
     """Whether ``reprieve`` is to be asked."""
+    weighs = False
+    """Whether newcomers may be worth less than what would have to go for them: see ``weigh``."""
     table: BlockTable
     tiers: tuple[int, ...] = ()
 
@@ -78,6 +91,16 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def inserted(self, ids: At, use: Use) -> None:
         """These blocks are new, in path order; their access is part of being inserted."""
+
+    def weigh(self, newcomers: Newcomers) -> NDArray[np.float64]:
+        """The ranks that these blocks would have in DRAM if they were inserted now; float64 [n]. Changes nothing.
+
+        Where room is made before blocks are inserted this makes them candidates too, as if it were made afterwards."""
+        return np.full(len(newcomers.keys), np.inf)
+
+    def declined(self, newcomers: Newcomers, n_entering: int) -> None:  # noqa: B027
+        """Only the first ``n_entering`` of these blocks will be inserted next, the others would have had to go at
+        once. It is an access to those, too."""
 
     @abstractmethod
     def demoted(self, ids: At) -> None:
@@ -107,6 +130,9 @@ class EvictionPolicy(ABC):
     def rank(self, ids: At, tier: int) -> NDArray[np.float64]:
         """Lower goes first. Changes nothing; the evictor writes the answer to ``table.ranks(tier)``."""
         return self.table.ranks(tier)[ids]
+
+    def close(self) -> None:  # noqa: B027
+        """Nobody asks any more: ends what it has running beside. Idempotent; may block for some milliseconds."""
 
     def admits(self, ids: At, use: Use, tier: int) -> NDArray[np.bool_]:  # noqa: ARG002 - all are welcome
         """Which of a request's blocks are worth writing to a tier below DRAM; for bool [n]. Changes nothing."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError
-from kvstore.prefix_index.keys import block_key, extra_digest
+from kvstore.prefix_index.keys import block_key, block_keys, extra_digest
 from kvstore.tokens import hash_array, token_array
 from kvstore.types import KEY_BYTES, MAX_BLOCK_TOKENS, TOKEN_BYTES, ExtraKey
 
@@ -40,6 +40,7 @@ class RowPath:
     """
 
     __slots__ = (
+        "_chained",
         "_extras",
         "_special",
         "block_tokens",
@@ -60,6 +61,7 @@ class RowPath:
         self.tail_tokens = tail_bytes // unit_bytes
         self.n_rows = self.n_full_rows + (self.tail_tokens > 0)
         self._extras: dict[int, RowExtra] = {}
+        self._chained: tuple[bytes, int, int, NDArray[np.uint8]] | None = None
         self._special: list[int] = [self.n_full_rows]
 
     @classmethod
@@ -103,6 +105,11 @@ class RowPath:
         """What extra keys add to row ``i``; None for a plain row."""
         return self._extras.get(i)
 
+    @property
+    def has_extras(self) -> bool:
+        """Whether extra keys cover any row."""
+        return bool(self._extras)
+
     def has_extra(self, i: int) -> bool:
         """Whether extra keys cover row ``i``."""
         return i in self._extras
@@ -112,14 +119,26 @@ class RowPath:
         return self.chain(root_key, 0, self.n_rows)
 
     def chain(self, parent: bytes, first_row: int, end_row: int) -> NDArray[np.uint8]:
-        """Keys of rows ``first_row`` to ``end_row - 1``, uint8 [n, 16]; ``parent`` is the key before them."""
-        out = []
-        extras = self._extras
-        for i in range(first_row, end_row):
-            extra = extras.get(i) if extras else None
-            parent = block_key(parent, self.row(i), extra.digest if extra else b"")
-            out.append(parent)
-        return np.frombuffer(b"".join(out), np.uint8).reshape(-1, KEY_BYTES)
+        """Keys of rows ``first_row`` to ``end_row - 1``, uint8 [n, 16]; ``parent`` is the key before them.
+
+        The last answer is kept: blocks are keyed when room is made for them, and when they are inserted.
+        """
+        if self._chained is not None and self._chained[:2] == (parent, first_row) and end_row <= self._chained[2]:
+            return self._chained[3][: end_row - first_row]
+        keys = np.empty((end_row - first_row, KEY_BYTES), np.uint8)
+        before, i = parent, first_row
+        while i < end_row:
+            end = min(self.run_end(i), end_row)
+            if end > i:
+                rows = self.data[i * self.row_bytes : end * self.row_bytes]
+                keys[i - first_row : end - first_row] = block_keys(parent, rows, self.row_bytes)
+            else:
+                extra, end = self._extras.get(i), i + 1
+                key = block_key(parent, self.row(i), extra.digest if extra else b"")
+                keys[i - first_row] = np.frombuffer(key, np.uint8)
+            parent, i = keys[end - first_row - 1].tobytes(), end
+        self._chained = (before, first_row, end_row, keys)
+        return keys
 
     def run_end(self, i: int) -> int:
         """The first row from ``i`` on that is no plain full row: extra keys cover it, or it is the tail."""

@@ -11,6 +11,7 @@ PACKAGE = Path(kvstore.__file__).parent
 
 LEAVES = {
     "types", "errors", "shards", "hybrid", "hints", "config", "clock", "metrics", "tokens", "native", "logs", "version",
+    "load_time",
 }  # fmt: skip
 SIBLINGS = {"prefix_index", "tiers", "compression", "device", "plan"}
 OFFLOADING = {"offload", "lives", "persist", "jobs"}
@@ -25,10 +26,14 @@ ALLOWED: dict[str, set[str]] = {
     "waiting": LEAVES,
     "onboard": LEAVES | SIBLINGS | {"lease", "room", "jobs", "waiting"},
     "offload_batch": LEAVES | SIBLINGS,
+    "nvme_room": LEAVES | SIBLINGS,
     "cleaner": LEAVES | SIBLINGS | {"offload"},
     "lives": LEAVES | SIBLINGS,
     "persist": LEAVES | SIBLINGS | {"waiting"},
-    "offload": LEAVES | SIBLINGS | {"lease", "jobs", "waiting", "offload_batch", "lives", "persist"},
+    "offload_skips": LEAVES | SIBLINGS,
+    "offload": LEAVES
+    | SIBLINGS
+    | {"lease", "jobs", "waiting", "offload_batch", "offload_skips", "nvme_room", "lives", "persist"},
     "holder": LEAVES,
     "takeover": LEAVES | SIBLINGS | {"holder"},
     "store": LEAVES | SIBLINGS | OFFLOADING | {"cleaner", "lease", "room", "onboard", "takeover"},

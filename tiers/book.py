@@ -33,6 +33,8 @@ class RegionBook:
         self._source = source
         self._ledger: Ledger = ledger or NoLedger()
         self._classes: dict[_Class, list[int]] = {}
+        self._usable: dict[tuple[int, str, int], Int64s] = {}
+        """Answers of ``usable_ids`` until a region changes: a reservation asks again and again."""
         self._retired: dict[int, _Retired] = {}
         self._last_id = 0
         self._moving_bytes = 0
@@ -87,11 +89,25 @@ class RegionBook:
         return (writer, tenant, slot_bytes) in self._classes
 
     def usable_ids(self, writer: int, tenant: str, slot_bytes: int) -> Int64s:
-        """Regions whose free slots a writer may fill, ascending. The daemon may fill orphans as well."""
+        """Regions whose free slots a writer may fill, ascending; read-only. The daemon may fill orphans as well."""
+        key = (writer, tenant, slot_bytes)
+        found = self._usable.get(key)
+        if found is None:
+            found = self._usable[key] = self._find_usable(*key)
+        return found
+
+    def _find_usable(self, writer: int, tenant: str, slot_bytes: int) -> Int64s:
         ids = self._classes.get((writer, tenant, slot_bytes), [])
         if writer == DAEMON_WRITER:
             ids = sorted(ids + self._classes.get((None, tenant, slot_bytes), []))
-        return np.array([i for i in ids if self.regions[i].can_be_filled_by(writer)], np.int64)
+        found = np.array([i for i in ids if self.regions[i].can_be_filled_by(writer)], np.int64)
+        found.flags.writeable = False
+        return found
+
+    def drain(self, region: Region, draining: bool) -> None:
+        """Whether a region takes no new blocks for now, as it is being emptied."""
+        region.draining = draining
+        self._usable.clear()
 
     def other_ids(self, writer: int, slot_bytes: int) -> frozenset[int]:
         """Regions of this writer that have slots of another size."""
@@ -137,6 +153,7 @@ class RegionBook:
     def remove_mapper(self, region_id: int, client: int) -> None:
         """Forget one mapping; does nothing for a region or mapping that isn't known."""
         if region_id in self.regions:
+            self._usable.clear()  # it may have been waited for
             if self.regions[region_id].unmapped_by(client):
                 self._ledger.regions_unmapped((region_id,), client)
         elif region_id in self._retired and client in self._retired[region_id].mappers:
@@ -154,6 +171,7 @@ class RegionBook:
 
     def drop_client(self, client: int) -> None:
         """Forget all mappings of a client."""
+        self._usable.clear()
         gone = [region.id for region in self.regions.values() if region.unmapped_by(client)]
         retired = [region_id for region_id, each in self._retired.items() if client in each.mappers]
         if gone or retired:
@@ -163,6 +181,7 @@ class RegionBook:
 
     def settle(self, client: int) -> bool:
         """A client uses nothing any more that it was lent in an earlier epoch. Whether that was waited for."""
+        self._usable.clear()
         waited = [region for region in self.regions.values() if client in region.unsettled]
         for region in waited:
             region.unsettled.discard(client)
@@ -174,6 +193,7 @@ class RegionBook:
 
     def writer_gone(self, writer: int) -> None:
         """The writer's regions become orphans."""
+        self._usable.clear()
         for key in [key for key in self._classes if key[0] == writer]:
             for region_id in self._classes.pop(key):
                 self.regions[region_id].orphan()
@@ -189,6 +209,7 @@ class RegionBook:
 
     def retire(self, region: Region) -> None:
         """Close an empty region. Its bytes count until nobody maps it."""
+        self._usable.clear()
         self._table.remove_region(region.id)
         del self.regions[region.id]
         key = (region.writer, region.tenant, region.slot_bytes)
@@ -241,6 +262,9 @@ class RegionBook:
             region.check()
             if region.id not in self._classes.get((region.writer, region.tenant, region.slot_bytes), ()):
                 raise IntegrityError(f"region {region.id} is in the class of another writer, tenant or slot size")
+        for key, ids in self._usable.items():
+            if not np.array_equal(ids, self._find_usable(*key)):
+                raise IntegrityError(f"regions {ids.tolist()} are remembered as usable for {key}; others are")
         if any(not retired.mappers for retired in self._retired.values()):
             raise IntegrityError("a retired region that nobody maps still counts")
 
@@ -250,6 +274,7 @@ class RegionBook:
             region.close()
 
     def _add_to_class(self, region: Region) -> None:
+        self._usable.clear()
         ids = self._classes.setdefault((region.writer, region.tenant, region.slot_bytes), [])
         ids.append(region.id)
         ids.sort()

@@ -165,7 +165,7 @@ class Reclaimer:
 
     def _begin(self, source: Region, live: Int64s, tags: Int64s, dst: Int64s, made: Region | None) -> Reclaim:
         self._table.hand_out(dst)
-        source.draining = True
+        self._book.drain(source, True)
         used = {source.id, *np.unique(dst >> SLOT_BITS).tolist()}
         moves = Moves(
             live,
@@ -182,7 +182,7 @@ class Reclaimer:
     def _end(self, reclaim: Reclaim) -> list[int]:
         self._current = None
         source = self._book.region(reclaim.source_region_id)
-        source.draining = False
+        self._book.drain(source, False)
         gone: list[int] = []
         for region_id in (reclaim.source_region_id, reclaim.made_region_id):
             if region_id is not None and self._table.is_empty(region_id):

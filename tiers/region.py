@@ -85,9 +85,11 @@ class Region:
         return self._array
 
     def populate(self, length_bytes: int) -> None:
-        """Fill the next pages of a raw region. Blocks without Python's lock; raises OSError."""
+        """Fill the next pages of a raw region, huge ones where it fills whole ones. Blocks without Python's lock;
+        raises OSError."""
         length_bytes = min(length_bytes, self.size_bytes - self.populated_bytes)
         self.mapping.populate(self.populated_bytes, length_bytes)
+        self.mapping.gather(self.populated_bytes, length_bytes)
         self.populated_bytes += length_bytes
 
     def resize(self, size_bytes: int) -> None:

@@ -75,6 +75,8 @@ class Tools:
     get_environment: GetEnvironment
     folder: Path
     step: Step = lambda _: None
+    keep: Callable[[PeersReport], None] = lambda _: None
+    """Told after each block size what has been measured so far: a run takes long and may be interrupted."""
 
 
 def run_peers(options: PeersOptions, entries: Sequence[Entry], tools: Tools) -> PeersReport:
@@ -86,6 +88,12 @@ def run_peers(options: PeersOptions, entries: Sequence[Entry], tools: Tools) -> 
     places = _places(entries, tools, skipped)
     cells: list[Cell] = []
     versions: dict[str, str] = {}
+
+    def so_far() -> PeersReport:
+        return PeersReport(
+            tuple(entries), tuple(cells), dict(versions), tuple(skipped), options.rounds, options.batch_bytes
+        )
+
     for tier in KEPT:
         there = [entry for entry in entries if entry.tier == tier and entry.name in places]
         if all(entry.role == "limit" for entry in there):
@@ -96,7 +104,8 @@ def run_peers(options: PeersOptions, entries: Sequence[Entry], tools: Tools) -> 
                     cells += turns.measure()
                     skipped += turns.skipped
                     versions.update(turns.versions)
-    return PeersReport(tuple(entries), tuple(cells), versions, tuple(skipped), options.rounds, options.batch_bytes)
+                tools.keep(so_far())
+    return so_far()
 
 
 def _places(entries: Sequence[Entry], tools: Tools, skipped: list[Skipped]) -> dict[str, Place]:

@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from transformers.cache_utils import Cache, DummyLayer, DynamicCache
 
-from kvstore.client import Client, NamespaceHandle, Wait
+from kvstore.client import Client, Wait
 from kvstore.engine_adapter.block_layout import BlockLayout
 from kvstore.engine_adapter.block_writer import BlockWriter
 from kvstore.engine_adapter.counters import SharedCounters
-from kvstore.engine_adapter.stored_prefix import StoredPrefix
+from kvstore.engine_adapter.parts import Handle, open_namespace
 from kvstore.engine_adapter.transformers.checks import (
     is_whole_prompt,
     wrong_dtype,
@@ -60,10 +60,9 @@ class KVStoreCache(DynamicCache):
         *,
         device: torch.device,
         generated: bool,
-        reason: str = "",
     ) -> None:
         self.n_hit_tokens = prefix.n_columns
-        self.reason = reason
+        self.reason = prefix.reason
         """Why nothing was found out about the prompt, if the daemon could not be asked."""
         self._shapes, self._rows, self._generated = shapes, rows, generated
         self._new_keeper = new_keeper
@@ -91,7 +90,7 @@ class KVStoreCache(DynamicCache):
     @classmethod
     def for_prompt(
         cls,
-        store: Client | NamespaceHandle,
+        store: Client | Handle,
         model: Any,
         input_ids: Any,
         attention_mask: Any = None,
@@ -115,9 +114,10 @@ class KVStoreCache(DynamicCache):
         ``lora`` are part of the identity; PEFT adapters that are active are found. ``name`` and ``revision``: see
         ``namespace_of``. ``save=False`` stores nothing, ``generated=False`` only the prompt.
 
-        Blocks for a round trip for each different row, and as long as ``wait`` allows for what lies on NVMe; the first
-        time for a model until its weights are read, unless ``revision`` names them. Raises BadInputError for a model
-        or arguments that can't be used, never because of the daemon.
+        Blocks for a round trip for each different row, in a batch of a model with windows for a few, and as long as
+        ``wait`` allows for what lies on NVMe; the first time for a model until its weights are read, unless
+        ``revision`` names them. Raises BadInputError for a model or arguments that can't be used, never because of the
+        daemon.
         """
         base = base_of(model)
         shapes = KVShapes.of(base)
@@ -126,17 +126,17 @@ class KVStoreCache(DynamicCache):
         if extras and len(rows.ids) > 1:
             raise BadInputError("extras go with one prompt; make a batch of one")
         root = root_of(model, salt=salt, lora=lora)
-        layout = BlockLayout.of(handle.namespace.spec)
-        prefix, reason = _find(handle, layout, rows, root, extras, wait, threads)
+        layout = BlockLayout.by_part(handle.namespace.spec)
+        prefix = BatchPrefix.find(
+            handle, layout, rows, root=root, extras=extras, wait=wait, threads=threads, counters=COUNTERS
+        )
 
         def new_keeper(prefix: BatchPrefix | None, held: Sequence[Any]) -> BatchKeeper:
             keepers = _row_keepers(handle, layout, rows, prefix, root, extras)
             return BatchKeeper(keepers, shapes.layers, layout.block_tokens, held)
 
         watch(base)
-        made = cls(
-            shapes, rows, prefix, new_keeper if save else None, device=base.device, generated=generated, reason=reason
-        )
+        made = cls(shapes, rows, prefix, new_keeper if save else None, device=base.device, generated=generated)
         made._with_extras = bool(extras)
         return made
 
@@ -309,11 +309,11 @@ class KVStoreCache(DynamicCache):
     """Nothing was computed with this cache yet."""
 
 
-def _handle(store: Client | NamespaceHandle, model: Any, **identity: Any) -> NamespaceHandle:
+def _handle(store: Client | Handle, model: Any, **identity: Any) -> Handle:
     if isinstance(store, Client):
-        return store.open(namespace_of(model, tenant=store.tenant, **identity))
-    if not isinstance(store, NamespaceHandle):
-        raise BadInputError(f"store is {store!r:.80}; give a kvstore.Client, or what its open() returned")
+        return open_namespace(store, namespace_of(model, tenant=store.tenant, **identity))
+    if not isinstance(store, Handle):
+        raise BadInputError(f"store is {store!r:.80}; give a kvstore.Client, or what open() or open_hybrid() returned")
     given = store.namespace
     identity["block_tokens"] = given.spec.block_tokens
     expected = namespace_of(model, tenant=given.tenant, **identity)
@@ -322,37 +322,8 @@ def _handle(store: Client | NamespaceHandle, model: Any, **identity: Any) -> Nam
     return store
 
 
-def _find(
-    handle: NamespaceHandle,
-    layout: BlockLayout,
-    rows: Rows,
-    root: Root,
-    extras: Sequence[ExtraKey],
-    wait: Wait,
-    threads: int,
-) -> tuple[BatchPrefix, str]:
-    """What is stored of all rows: the batch begins where the first of them needs to."""
-    by_ids: dict[bytes, StoredPrefix] = {}
-    found = []
-    for ids in rows.ids:
-        same = ids.tobytes()
-        if same not in by_ids:
-            # One token is left to compute: its logits are what comes next.
-            by_ids[same] = StoredPrefix.find(
-                handle, layout, ids[:-1], root=root, extras=extras, wait=wait, counters=COUNTERS
-            )
-        found.append(by_ids[same])
-    n_columns = min(pad + each.n_tokens for pad, each in zip(rows.pads, found, strict=True))
-    for pad, each in zip(rows.pads, found, strict=True):
-        each.shorten(max(n_columns - pad, 0))
-    if n_columns == min(rows.pads) or not any(each.n_tokens for each in found):
-        n_columns = 0
-    reason = next((each.reason for each in found if each.reason), "")
-    return BatchPrefix(layout, found, rows.pads, n_columns, threads), reason
-
-
 def _row_keepers(
-    handle: NamespaceHandle,
+    handle: Handle,
     layout: BlockLayout,
     rows: Rows,
     prefix: BatchPrefix | None,
@@ -365,7 +336,7 @@ def _row_keepers(
         n_known = max(prefix.n_columns - pad, 0) if prefix is not None else 0
         if ids.tobytes() not in keepers:
             writer = BlockWriter(
-                handle, layout, ids[:n_known], tail=prefix.found[i].last_block() if prefix is not None else None,
+                handle, layout, ids[:n_known], tails=prefix.found[i].last_blocks() if prefix is not None else None,
                 root=root, extras=extras, counters=COUNTERS,
             )  # fmt: skip
             keepers[ids.tobytes()] = RowKeeper(i, pad, writer)

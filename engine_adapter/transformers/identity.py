@@ -14,7 +14,7 @@ from kvstore.engine_adapter.transformers.weights import adapters_digest, weights
 from kvstore.errors import BadInputError
 from kvstore.types import Namespace, Root, canonical_digest
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Raised when KV of this adapter is laid out or cut in another way."""
 
 BLOCK_TOKENS = 64

@@ -8,11 +8,16 @@ from functools import partial
 
 import torch
 
+from kvstore.client import Wait
 from kvstore.engine_adapter.block_layout import BlockLayout
+from kvstore.engine_adapter.counters import SharedCounters
+from kvstore.engine_adapter.parts import Handle
 from kvstore.engine_adapter.runs import Pages, Runs, Strides, copy_runs, plan_runs
 from kvstore.engine_adapter.stored_prefix import StoredPrefix
 from kvstore.engine_adapter.transformers.layers import Start
+from kvstore.engine_adapter.transformers.rows import Rows
 from kvstore.engine_adapter.transformers.shapes import KVLayer
+from kvstore.types import ExtraKey, Root
 
 
 def tensor_pages(tensor: torch.Tensor, first_token: int = 0) -> Pages:
@@ -40,6 +45,48 @@ class BatchPrefix:
     n_columns: int
     threads: int = 1
     _plans: dict[tuple[object, ...], Runs] = field(default_factory=dict)
+
+    @classmethod
+    def find(
+        cls,
+        handle: Handle,
+        layout: BlockLayout,
+        rows: Rows,
+        *,
+        root: Root,
+        extras: Sequence[ExtraKey],
+        wait: Wait,
+        threads: int,
+        counters: SharedCounters,
+    ) -> BatchPrefix:
+        """What is stored of all rows: the batch begins where the first of them needs to.
+
+        Blocks as ``StoredPrefix.find`` and ``shorten`` do, for each different row.
+        """
+        by_ids: dict[bytes, StoredPrefix] = {}
+        found = []
+        for ids in rows.ids:
+            same = ids.tobytes()
+            if same not in by_ids:
+                # One token is left to compute: its logits are what comes next.
+                by_ids[same] = StoredPrefix.find(
+                    handle, layout, ids[:-1], root=root, extras=extras, wait=wait, counters=counters
+                )
+            found.append(by_ids[same])
+        n_columns = -1
+        # A row that is cut to what the others have may have less than that.
+        while (least := min(pad + each.n_tokens for pad, each in zip(rows.pads, found, strict=True))) != n_columns:
+            n_columns = least
+            for pad, each in zip(rows.pads, found, strict=True):
+                each.shorten(max(n_columns - pad, 0))
+        if n_columns == min(rows.pads) or not any(each.n_tokens for each in found):
+            n_columns = 0
+        return cls(layout, found, rows.pads, n_columns, threads)
+
+    @property
+    def reason(self) -> str:
+        """Why nothing is known of a row, if the daemon could not be asked."""
+        return next((each.reason for each in self.found if each.reason), "")
 
     def start(self, layer: KVLayer, dtype: torch.dtype, device: torch.device) -> Start:
         """What a layer begins with: all columns, or the last that its window shows."""

@@ -1,7 +1,8 @@
 """What the KV of a transformers model looks like: which layers keep some, of what shape, and how it is stored.
 
-All layers of a block are stored together, those with a sliding window too: what a window no longer shows is cut off
-when it is loaded. Inside a block a head's tokens lie in a row (HND), as in the tensors of transformers.
+Layers with a sliding window are stored by themselves where a model has full attention as well, so that a hit needs
+their last blocks only. What a window no longer shows of those is cut off when it is loaded. Inside a block a head's
+tokens lie in a row (HND), as in the tensors of transformers.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from kvstore.engine_adapter.parts import in_groups
 from kvstore.errors import BadInputError
-from kvstore.types import KVGroup, KVSpec
+from kvstore.types import GroupKind, KVGroup, KVSpec
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 CHANGING_ROPE = ("dynamic", "longrope")
@@ -39,6 +41,8 @@ class KVShapes:
     layers: tuple[KVLayer, ...]
     n_layers: int
     dtype: torch.dtype
+    groups: tuple[KVGroup, ...]
+    """As they are stored."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> KVShapes:
@@ -65,30 +69,33 @@ class KVShapes:
             if isinstance(layer, DummyLayer):
                 continue  # it reads another layer's KV, or has no attention
             if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-                raise BadInputError(f"layer {index} keeps a {type(layer).__name__}; only keys and values can be stored")
+                raise BadInputError(
+                    f"layer {index} of {type(model).__name__} keeps a {type(layer).__name__}, not keys and values: "
+                    "models with states are not supported, run this one without kvstore"
+                )
             heads, head_dim = _heads(layer_config)
             found.append((index, heads, head_dim, getattr(layer, "sliding_window", None)))
         if not found:
             raise BadInputError(f"{type(model).__name__} has no layer with keys and values")
-        # Stored layers are grouped by shape; within a group they keep the model's order.
-        shapes = list(dict.fromkeys((heads, head_dim) for _, heads, head_dim, _ in found))
-        order = sorted(range(len(found)), key=lambda i: (shapes.index(found[i][1:3]), i))
-        stored = {i: stored_index for stored_index, i in enumerate(order)}
+        groups, order = in_groups(
+            [_group(heads, head_dim, window, model.dtype) for _, heads, head_dim, window in found]
+        )
         kept = tuple(
-            KVLayer(index, stored[i], heads, head_dim, window)
+            KVLayer(index, order.index(i), heads, head_dim, window)
             for i, (index, heads, head_dim, window) in enumerate(found)
         )
-        return cls(kept, len(layers), model.dtype)
+        return cls(kept, len(layers), model.dtype, groups)
 
     def spec(self, block_tokens: int) -> KVSpec:
         """How blocks of this KV look. Raises BadInputError for a block size that can't be."""
-        shapes = list(dict.fromkeys((layer.kv_heads, layer.head_dim) for layer in self.layers))
-        counts = [sum((layer.kv_heads, layer.head_dim) == shape for layer in self.layers) for shape in shapes]
-        groups = tuple(
-            KVGroup(layers=n, kv_heads=heads, head_dim=head_dim, dtype=DTYPES[self.dtype], layout="HND")
-            for n, (heads, head_dim) in zip(counts, shapes, strict=True)
-        )
-        return KVSpec(block_tokens=block_tokens, groups=groups)
+        return KVSpec(block_tokens=block_tokens, groups=self.groups)
+
+
+def _group(heads: int, head_dim: int, window_tokens: int | None, dtype: torch.dtype) -> KVGroup:
+    """One layer. The next token is in its own window, which shows so many tokens less one of those before it."""
+    before = None if window_tokens is None else max(window_tokens - 1, 1)
+    kind = GroupKind.FULL if window_tokens is None else GroupKind.SLIDING
+    return KVGroup(1, heads, head_dim, DTYPES[dtype], kind, "HND", before)
 
 
 def _heads(config: Any) -> tuple[int, int]:

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client import HybridHandle, HybridLease, Lease, NamespaceHandle
+from kvstore.client import Lease
 from kvstore.engine_adapter.jobs import Job
+from kvstore.engine_adapter.parts import Handle, held_of, reserve_part
 from kvstore.engine_adapter.vllm.orders import LoadOrder, SaveOrder
 from kvstore.engine_adapter.vllm.paged import PIECE_BYTES, Paged
 from kvstore.engine_adapter.vllm.shapes import LayerPages
@@ -26,7 +27,6 @@ SAVE_S_MAX = 30.0
 """A save holds the engine's blocks no longer."""
 
 Ids = NDArray[np.int64]
-Handle = NamespaceHandle | HybridHandle
 
 
 class BlocksJob(Job):
@@ -97,7 +97,7 @@ class LoadJob(BlocksJob):
         """Why it failed, if it did."""
         ids = [np.array(group, np.int64) for group in self.order.block_ids]
         for part in self._parts:
-            held = lease.part(part) if isinstance(lease, HybridLease) else lease
+            held = held_of(lease, part)
             addresses = held.addresses.view(np.int64)
             slots: dict[int, Ids] = {}
             wanted: dict[int, Ids] = {}
@@ -150,11 +150,9 @@ class SaveJob(BlocksJob):
         order, n_blocks = self.order, self.order.n_blocks - first
         if not n_blocks:
             return _Saved(0, 0, 0, "")
-        # Only a hybrid namespace has other parts than 0.
-        which: dict[str, Any] = {"part": part} if part else {}
-        with handle.reserve(
-            order.tokens, n_blocks=n_blocks, first_block=order.first_block + first,
-            root=order.root, extras=order.extras, ttl_s=lease_s, **which,
+        with reserve_part(
+            handle, part, order.tokens, n_blocks=n_blocks, first_block=order.first_block + first,
+            root=order.root, extras=order.extras, ttl_s=lease_s,
         ) as reservation:  # fmt: skip
             n_present, n_slots, n_stored, n_duplicate = reservation.n_present, len(reservation), 0, 0
             if n_slots:

@@ -15,11 +15,12 @@ import torch
 import vllm
 from vllm.v1 import kv_cache_interface as kvi
 
+from kvstore.engine_adapter.block_layout import BlockLayout
+from kvstore.engine_adapter.parts import in_groups
 from kvstore.errors import BadInputError
-from kvstore.hybrid import PARTS_MAX
 from kvstore.types import DTYPE_BYTES, GroupKind, KVGroup, KVSpec, Namespace, Shard
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Raised when this adapter puts pages into blocks in another way."""
 
 
@@ -158,19 +159,11 @@ def stored_as(
     together for what all of them have, which hybrid namespaces can't be.
     """
     alone = shard.tp_size == shard.pp_size == 1
-    windows = {layer.group: groups[layer.group].window_tokens for layer in layers}
-    if not alone or all(windows.values()) or not any(windows.values()):
-        return KVSpec(block_tokens, tuple(_kv_group(layer) for layer in layers)), layers
-    alike: dict[KVGroup, list[LayerPages]] = {}
-    for layer in layers:
-        if windows[layer.group]:
-            alike.setdefault(_kv_group(layer, windows[layer.group]), []).append(layer)
-    if len(alike) > PARTS_MAX:
-        return KVSpec(block_tokens, tuple(_kv_group(layer) for layer in layers)), layers
-    full = [layer for layer in layers if not windows[layer.group]]
-    kv_groups = [*map(_kv_group, full), *(replace(kind, layers=len(mine)) for kind, mine in alike.items())]
-    ordered = full + [replace(layer, part=part) for part, mine in enumerate(alike.values(), 1) for layer in mine]
-    return KVSpec(block_tokens, tuple(kv_groups)), ordered
+    kinds = [_kv_group(layer, groups[layer.group].window_tokens) for layer in layers]
+    kv_groups, order = in_groups(kinds, windows_apart=alone)
+    spec = KVSpec(block_tokens, kv_groups)
+    places = BlockLayout.by_part(spec).layers
+    return spec, [replace(layers[i], part=place.part) for i, place in zip(order, places, strict=True)]
 
 
 def namespace_of(
@@ -189,7 +182,7 @@ def namespace_of(
     return Namespace(model=model, spec=spec, engine="; ".join(facts)[:1024], shard=shard, tenant=tenant)
 
 
-def _kv_group(layer: LayerPages, window_tokens: int = 0) -> KVGroup:
+def _kv_group(layer: LayerPages, window_tokens: int) -> KVGroup:
     dtype = str(layer.tensor.dtype).removeprefix("torch.")
     dtype = {"float8_e4m3fn": "float8_e4m3"}.get(dtype, dtype)
     return KVGroup(

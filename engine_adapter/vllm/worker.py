@@ -11,13 +11,13 @@ from kvstore.client import Client, HybridHandle, Lease
 from kvstore.engine_adapter.block_layout import BlockLayout
 from kvstore.engine_adapter.counters import SharedCounters
 from kvstore.engine_adapter.jobs import Workers
-from kvstore.engine_adapter.vllm.jobs import BlocksJob, Handle, LoadJob, SaveJob
+from kvstore.engine_adapter.parts import Handle, open_namespace
+from kvstore.engine_adapter.vllm.jobs import BlocksJob, LoadJob, SaveJob
 from kvstore.engine_adapter.vllm.options import Options
 from kvstore.engine_adapter.vllm.orders import StepOrders, WorkerReport
 from kvstore.engine_adapter.vllm.paged import paged
 from kvstore.engine_adapter.vllm.shapes import LayerPages
 from kvstore.errors import EndedError
-from kvstore.hybrid import parts_of
 from kvstore.types import Namespace
 
 PREEMPTED_WAIT_S = 0.05
@@ -276,6 +276,5 @@ class _Opened:
         """The handle; asks the daemon nothing."""
         if self._handle is None or self._handle.namespace.revision != revision:
             namespace = replace(self._namespace, revision=revision)
-            hybrid = bool(parts_of(namespace.spec))
-            self._handle = (self._client.open_hybrid if hybrid else self._client.open)(namespace)
+            self._handle = open_namespace(self._client, namespace)
         return self._handle

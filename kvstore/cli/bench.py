@@ -17,6 +17,7 @@ from kvstore.bench.generate import ConversationOptions
 from kvstore.bench.hybrid import MODELS, HybridOptions, run_hybrid
 from kvstore.bench.peers.catalog import KEPT, Tier, chosen
 from kvstore.bench.peers.environments import default_folder, ready
+from kvstore.bench.peers.figures import PeersReport
 from kvstore.bench.peers.picture import draw_peers
 from kvstore.bench.peers.run import PeersOptions, Tools, run_peers
 from kvstore.bench.peers.tables import peers_tables
@@ -33,6 +34,7 @@ from kvstore.bench.report import (
     progress_bar,
     save,
 )
+from kvstore.cli.bench_crowd import clients, overlap, tell
 from kvstore.cli.daemon_process import free_port, own_daemon, own_process
 from kvstore.cli.nvme_place import nvme_directory, room_for
 from kvstore.cli.params import SIZE, json_option, output_option
@@ -126,7 +128,7 @@ def bandwidth(
     report: BandwidthReport | None = None
     if tier != "nvme":
         with own_daemon(["--dram", str(dram_bytes)]) as socket_path:
-            report = run_bandwidth(options, str(socket_path), step=_tell)
+            report = run_bandwidth(options, str(socket_path), step=tell)
     nvme = None if tier == "dram" else measured_nvme(nvme_options, nvme_dir or output)
     plain = report_dict(report, nvme)
     if as_json:
@@ -155,7 +157,7 @@ def measured_nvme(options: NvmeOptions, near: Path | None) -> NvmeReport:
                 yield socket_path
 
     with nvme_directory(None, near, 0) as place:
-        return run_nvme(options, start, place, step=_tell)
+        return run_nvme(options, start, place, step=tell)
 
 
 @bench.command()
@@ -171,7 +173,7 @@ def index(pairs: int, blocks: int, output: Path | None, as_json: bool) -> None:
     """Matching in the prefix index, paired with one numpy comparison of the tokens; memory of a block."""
     if output is not None:
         prepare(output)
-    figures = index_speed.run(pairs, blocks, step=_tell)
+    figures = index_speed.run(pairs, blocks, step=tell)
     if as_json:
         click.echo(json.dumps(figures, indent=2))
     else:
@@ -195,7 +197,7 @@ def metrics(pairs: int, output: Path | None, as_json: bool) -> None:
     port = free_port()
     plain = ["--dram", str(options.dram_bytes)]
     with own_daemon([*plain, "--metrics-listen", f"127.0.0.1:{port}"]) as on, own_daemon(plain) as off:
-        figures = metrics_cost.run(options, str(on), str(off), port, step=_tell)
+        figures = metrics_cost.run(options, str(on), str(off), port, step=tell)
     if as_json:
         click.echo(json.dumps(figures, indent=2))
     else:
@@ -241,7 +243,7 @@ def grpc_command(pairs: int, batch_bytes: int, clients: int, rounds: int, output
     with tempfile.TemporaryDirectory(prefix="kvstore-grpc-") as folder:
         listen = f"unix:{Path(folder) / 'grpc.sock'}"
         with own_daemon(["--dram", str(options.dram_bytes), "--grpc-listen", listen]):
-            report = grpc_stream.run(options, f"grpc+{listen}", step=_tell)
+            report = grpc_stream.run(options, f"grpc+{listen}", step=tell)
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=2))
     else:
@@ -361,7 +363,7 @@ def peers(
 
     Each peer is installed into an environment of its own when it is first needed, from PyPI and Debian's archive. One
     that can't be had is left out, with the reason. Exit code 3 if this store brings wrong bytes; where a peer does, it
-    is shown.
+    is shown. The report in --output is written after each block size, so that an interrupted run leaves what it has.
     """
     tiers: tuple[Tier, ...] = tuple(each for each in KEPT if tier in ("all", each))
     sizes = tuple(SIZE.convert(size, None, None) for size in block_sizes.split(","))
@@ -369,9 +371,14 @@ def peers(
     entries = chosen(peers, tiers)
     if output is not None:
         prepare(output)
+
+    def keep(report: PeersReport) -> None:
+        if output is not None:
+            save(output, report.to_dict(), None)
+
     with nvme_directory(None, disk_dir or output, 0) as place:
         folder = environments or default_folder()
-        tools = Tools(own_process, room_for, lambda environment: ready(environment, folder), place, _tell)
+        tools = Tools(own_process, room_for, lambda environment: ready(environment, folder), place, tell, keep)
         report = run_peers(options, entries, tools)
     plain = report.to_dict()
     if as_json:
@@ -385,5 +392,5 @@ def peers(
         raise IntegrityError(f"blocks came back with other bytes than were stored: {report.wrong_blocks}")
 
 
-def _tell(what: str) -> None:
-    click.echo(f"measuring {what}", err=True)
+bench.add_command(clients)
+bench.add_command(overlap)

@@ -23,6 +23,7 @@ from kvstore.cli.selecting import (
     the_namespace,
     title,
 )
+from kvstore.cli.tenants import tenants
 from kvstore.cli.token_files import read_prompt
 from kvstore.client.admin import Claims, Inspection, NamespaceInfo
 from kvstore.config import format_size
@@ -41,6 +42,7 @@ def inspect_command() -> None:
 
 inspect_command.add_command(directory)
 inspect_command.add_command(frame)
+inspect_command.add_command(tenants)
 
 
 @inspect_command.command()

@@ -23,7 +23,7 @@ from kvstore.cli.daemon_process import DaemonProcess, own_process
 from kvstore.cli.nvme_place import nvme_directory, room_for
 from kvstore.cli.params import SIZE, json_option, output_option
 from kvstore.client import Client
-from kvstore.config import WRITE_POLICIES
+from kvstore.config import DEFAULT_POLICY, WRITE_POLICIES
 from kvstore.errors import BadInputError, IntegrityError
 from kvstore.prefix_index.policies import POLICIES
 
@@ -32,7 +32,9 @@ from kvstore.prefix_index.policies import POLICIES
 @click.argument("trace", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--simulate", is_flag=True, help="Index and policy only: no daemon, no bytes.")
 @click.option(
-    "--policy", type=click.Choice(sorted(POLICIES)), default="lru", show_default=True, help="Eviction policy."
+    "--policy",
+    type=click.Choice(sorted(POLICIES)),
+    help=f"Eviction policy.  [default: {DEFAULT_POLICY}; lru with --kill-at]",
 )
 @click.option(
     "--dram-percent",
@@ -91,6 +93,7 @@ def replay_command(
     compare: bool,
     seed: int,
     block_tokens: int | None,
+    policy: str | None,
     **rest: Any,
 ) -> None:
     """Replay TRACE (Mooncake or Alibaba JSON lines), or generated conversations if none is named.
@@ -109,7 +112,9 @@ def replay_command(
         raise BadInputError("--simulate has no clients and no daemon: leave out --clients and --kill-at")
     if output is not None:
         prepare(output)
-    options = ReplayOptions(trace=trace, conversations=conversations, seed=seed, block_tokens=block_tokens, **rest)
+    options = ReplayOptions(
+        trace=trace, conversations=conversations, seed=seed, block_tokens=block_tokens, policy=policy or "", **rest
+    )
     if nvme_dir is not None and not options.has_nvme:
         raise BadInputError("--nvme-dir is for an NVMe tier: give its --nvme-percent or --nvme-blocks, too")
     workload = options.load()

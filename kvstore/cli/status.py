@@ -93,6 +93,8 @@ def summary(stats: Mapping[str, Value]) -> Iterator[Group]:
             ("up for", str(timedelta(seconds=int(float(stats["uptime_s"]))))),
             ("clients", n("sessions")),
             ("leases, reservations, pins", n("leases", "reservations", "pins")),
+            ("pins hold", f"{size('pinned_bytes')} of {size('pin_room_bytes')}"),
+            ("tenants with blocks", n("tenants")),
             ("blocks stored", n("blocks")),
             ("prompts, blocks looked up", n("lookups", "lookup_blocks")),
             ("blocks found", share("hit_ratio")),

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import click
@@ -19,8 +19,10 @@ from kvstore.cli.inspect import namespace_dict
 from kvstore.cli.params import DaemonPlace, place_options, timeout_option
 from kvstore.cli.selecting import all_tenants_option, tenant_option, title
 from kvstore.cli.status import whole
+from kvstore.cli.tenants import tenant_table
 from kvstore.client import Client
 from kvstore.client.admin import Latency, NamespaceInfo
+from kvstore.client.tenants import TenantInfo
 from kvstore.config import format_size
 from kvstore.errors import UnavailableError
 
@@ -57,12 +59,19 @@ class Look:
     stats: Stats
     namespaces: list[NamespaceInfo]
     latencies: Sequence[Latency] = field(default_factory=list)
+    tenants: Sequence[TenantInfo] = ()
 
     @classmethod
     def at(cls, client: Client, *, all_tenants: bool) -> Look:
         """Ask the daemon. Raises UnavailableError."""
         stats = client.stats()
-        return cls(time.monotonic(), stats, client.namespaces(all_tenants=all_tenants), client.latencies())
+        return cls(
+            time.monotonic(),
+            stats,
+            client.namespaces(all_tenants=all_tenants),
+            client.latencies(),
+            client.tenants(all_tenants=all_tenants),
+        )
 
 
 @click.command(short_help="Watch rates, tiers, queues and namespaces.")
@@ -165,6 +174,7 @@ def view_dict(before: Look, now: Look) -> dict[str, Any]:
         "nvme_health": stats.get("nvme_health"),
         "loop_lag_s_max": stats["loop_lag_s_max"],
         "latencies": [latency_dict(each) for each in latencies(before, now)],
+        "tenants": [asdict(each) for each in now.tenants],
         "namespaces": [namespace_dict(each) for each in now.namespaces],
     }
 
@@ -185,7 +195,12 @@ def latency_dict(latency: Latency) -> dict[str, Any]:
 def view(before: Look, now: Look) -> RenderableType:
     """The screen."""
     return Group(
-        _head(before, now), _tiers(now), _flows(before, now), _latencies(before, now), _namespaces(before, now)
+        _head(before, now),
+        _tiers(now),
+        _flows(before, now),
+        _latencies(before, now),
+        tenant_table(now.tenants),
+        _namespaces(before, now),
     )
 
 

@@ -5,7 +5,7 @@ from kvstore.client.family import FamilyHandle, FamilyLease
 from kvstore.client.hybrid import HybridGet, HybridHandle, HybridLease, HybridPut
 from kvstore.client.lease import Lease, WriteReservation
 from kvstore.client.namespace import NamespaceHandle
-from kvstore.client.results import GetResult, Match, Persist, Pinned, Prefetch, PutResult
+from kvstore.client.results import GetResult, Match, Overlap, Persist, Pinned, Prefetch, PutResult
 from kvstore.client.waiting import Wait, WaitRule
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Lease",
     "Match",
     "NamespaceHandle",
+    "Overlap",
     "Persist",
     "Pinned",
     "Prefetch",

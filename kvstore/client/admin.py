@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvstore.client.prompts import DEFAULT_ROOT, count
 from kvstore.client.session import Session
+from kvstore.client.tenants import TenantInfo, ask_tenants
 from kvstore.client.waiting import checked_wait_s
 from kvstore.client.watching import Watch
 from kvstore.errors import BadInputError
@@ -307,6 +308,11 @@ class AdminCalls:
             if reply.next_id >= reply.end_id or reply.next_id <= request.first_id:
                 return done
             request.first_id = reply.next_id
+
+    def tenants(self, *, all_tenants: bool = False) -> tuple[TenantInfo, ...]:
+        """Who has how much of the tiers and what is due to whom, the largest first. Raises DeniedError,
+        UnavailableError."""
+        return ask_tenants(self._session, all_tenants=all_tenants)
 
     def claims(self, *, all_tenants: bool = False) -> Claims:
         """Who is connected, and who holds what. Raises BadInputError, DeniedError, UnavailableError."""

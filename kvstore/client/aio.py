@@ -183,6 +183,8 @@ class AsyncNamespace(Side[NamespaceHandle]):
     block_bytes = Same[int]()
     block_tokens = Same[int]()
     match = asked(NamespaceHandle.match)
+    overlap = asked(NamespaceHandle.overlap)
+    overlaps = asked(NamespaceHandle.overlaps)
     lease = granted(waited(NamespaceHandle.lease, "wait", undo=lambda _, lease: lease.release()), AsyncLease)
     get_into = waited(NamespaceHandle.get_into, "wait", copies=True)
     prefetch = waited(NamespaceHandle.prefetch, "wait")
@@ -192,6 +194,7 @@ class AsyncNamespace(Side[NamespaceHandle]):
     pin = asked(NamespaceHandle.pin, NamespaceHandle.unpin)
     unpin = asked(NamespaceHandle.unpin)
     inspect = asked(NamespaceHandle.inspect)
+    explain = asked(NamespaceHandle.explain)
     end_session = asked(NamespaceHandle.end_session)
 
 
@@ -201,6 +204,8 @@ class AsyncHybrid(Side[HybridHandle]):
     namespace = Same[Namespace]()
     block_tokens = Same[int]()
     match = asked(HybridHandle.match)
+    overlap = asked(HybridHandle.overlap)
+    overlaps = asked(HybridHandle.overlaps)
     lease = granted(waited(HybridHandle.lease, "wait", undo=lambda _, lease: lease.release()), AsyncHybridLease)
     attach = granted(asked(HybridHandle.attach, lambda _, lease: lease.release()), AsyncHybridLease)
     get_into = waited(HybridHandle.get_into, "wait", copies=True)
@@ -210,6 +215,7 @@ class AsyncHybrid(Side[HybridHandle]):
     pin = asked(HybridHandle.pin, HybridHandle.unpin)
     unpin = asked(HybridHandle.unpin)
     inspect = asked(HybridHandle.inspect)
+    explain = asked(HybridHandle.explain)
     end_session = asked(HybridHandle.end_session)
 
     def reserve(self, tokens: ArrayLike, part: int = 0, **more: Any) -> Granting[AsyncReservation]:
@@ -227,6 +233,8 @@ class AsyncFamily(Side[FamilyHandle]):
     namespace = Same[Namespace]()
     block_tokens = Same[int]()
     match = asked(FamilyHandle.match)
+    overlap = asked(FamilyHandle.overlap)
+    overlaps = asked(FamilyHandle.overlaps)
     lease = granted(waited(FamilyHandle.lease, "wait", undo=lambda _, lease: lease.release()), AsyncFamilyLease)
     attach = granted(asked(FamilyHandle.attach, lambda _, lease: lease.release()), AsyncFamilyLease)
     prefetch = waited(FamilyHandle.prefetch, "wait")
@@ -299,6 +307,7 @@ class AsyncClient(Side[Client]):
     latencies = asked(Client.latencies)
     namespaces = asked(Client.namespaces)
     claims = asked(Client.claims)
+    tenants = asked(Client.tenants)
     clear = waited(Client.clear, "wait_s")
     wait_healthy = waited(Client.wait_healthy, "timeout_s")
 

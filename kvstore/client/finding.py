@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from numpy.typing import ArrayLike
 
+from kvstore.client.lease import Lease
 from kvstore.client.prompts import (
     DEFAULT_ROOT,
     count,
@@ -16,7 +18,7 @@ from kvstore.client.prompts import (
     seconds,
     tokens_asked_for,
 )
-from kvstore.client.results import Match, Persist, Pinned, Prefetch
+from kvstore.client.results import Match, Overlap, Persist, Pinned, Prefetch
 from kvstore.client.session import Session
 from kvstore.client.waiting import Wait, checked_wait_s, wait_seconds
 from kvstore.errors import BadInputError, EndedError, ProtocolError, UnavailableError
@@ -24,6 +26,9 @@ from kvstore.hints import Hints
 from kvstore.types import ExtraKey, Namespace, Root
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
+from kvstore.wire.packing import F64, U64, unpack
+
+OVERLAPS_PER_CALL = 256
 
 LeaseT = TypeVar("LeaseT")
 
@@ -40,6 +45,7 @@ class Finding(Generic[LeaseT]):
         self.namespace = namespace
         self.block_tokens = namespace.spec.block_tokens
         self._session = session
+        self._copy = 0, 0.0, False
 
     def __repr__(self) -> str:
         space = self.namespace
@@ -69,6 +75,51 @@ class Finding(Generic[LeaseT]):
         except (UnavailableError, EndedError) as error:
             return Match(0, 0, 0, str(error))
         return self._matched(reply)
+
+    def overlap(self, tokens: ArrayLike, *, root: Root = DEFAULT_ROOT, extras: Sequence[ExtraKey] = ()) -> Overlap:
+        """How much of a prompt is stored in which tier, and how long loading it would take. For routers.
+
+        Holds and loads nothing, and is no access to policies: ask every replica's store, and send the request where it
+        is served soonest. As cheap as ``match``.
+        """
+        return self.overlaps([tokens], root=root, extras=[extras])[0]
+
+    def overlaps(
+        self,
+        prompts: Sequence[ArrayLike],
+        *,
+        root: Root = DEFAULT_ROOT,
+        extras: Sequence[Sequence[ExtraKey]] = (),
+    ) -> list[Overlap]:
+        """``overlap`` of several prompts, in one round trip for each ``OVERLAPS_PER_CALL`` of them.
+
+        ``extras``: those of each prompt, if any has some. Their times are each as if the others were not loaded.
+        """
+        if extras and len(extras) != len(prompts):
+            raise BadInputError(f"extras are given for {len(extras)} prompts, and there are {len(prompts)}")
+        messages = [pb.Prompt() for _ in prompts]
+        for i, (message, tokens) in enumerate(zip(messages, prompts, strict=True)):
+            self._fill(message, tokens, root, extras[i] if extras else ())
+        starts = range(0, len(messages), OVERLAPS_PER_CALL)
+        return [each for start in starts for each in self._overlaps(messages[start : start + OVERLAPS_PER_CALL])]
+
+    def _overlaps(self, messages: list[pb.Prompt]) -> list[Overlap]:
+        try:
+            for message in messages:
+                self._name(message)
+            reply = self._session.call(Method.OVERLAP, pb.OverlapRequest(prompts=messages), pb.OverlapReply)
+        except (UnavailableError, EndedError) as error:
+            return [Overlap(0, 0, 0, 0, 0.0, 1.0, str(error))] * len(messages)
+        n = len(messages)
+        columns = (
+            unpack(name, getattr(reply, name), U64, n).tolist()
+            for name in ("n_tokens", "n_dram_tokens", "n_loading_tokens")
+        )
+        times = (unpack(name, getattr(reply, name), F64, n).tolist() for name in ("load_s", "load_error"))
+        return [
+            Overlap(n_tokens, n_dram, n_tokens - n_dram, n_loading, load_s, error)
+            for n_tokens, n_dram, n_loading, load_s, error in zip(*columns, *times, strict=True)
+        ]
 
     def lease(
         self,
@@ -102,17 +153,33 @@ class Finding(Generic[LeaseT]):
         request.wait_s = self._wait_s(wait, request)
         return self._take(request)
 
+    def _note_copy(self, n_bytes: int, took_s: float, after_read: bool) -> None:
+        """So much was copied, and took so long, not counting a wait for NVMe (``after_read``: there was one).
+
+        The daemon hears of it with the next request, for what it tells routers.
+        """
+        self._copy = n_bytes, took_s, after_read
+
+    def _tell_copy(self, request: pb.LeaseRequest) -> None:
+        copy, self._copy = self._copy, (0, 0.0, False)
+        request.copied_bytes, request.copied_s, request.copied_after_read = copy
+
     def _take(self, request: pb.LeaseRequest) -> LeaseT:
         """The lease asked for, complete but for the name of what it is in."""
+        asked_s = time.perf_counter()
+        self._tell_copy(request)
         try:
             self._name(request.prompt)
-            return self._session.granted(
+            lease = self._session.granted(
                 Method.LEASE,
                 request,
                 pb.LeaseReply,
                 lambda reply: self._leased(reply, request.first_block),
                 request.wait_s,
             )
+            if isinstance(lease, Lease):
+                lease.tell_copies(self._note_copy, time.perf_counter() - asked_s)
+            return lease
         except (UnavailableError, EndedError, ProtocolError) as error:
             return self._leased(pb.LeaseReply(), 0, str(error))
 
@@ -181,8 +248,9 @@ class Finding(Generic[LeaseT]):
     ) -> Pinned:
         """Keep the stored prefix of a prompt from being evicted, until ``unpin`` or for ``ttl_s`` seconds.
 
-        Without ``ttl_s`` for the daemon's ``--lease-default`` (30 s); never longer than its ``--lease-max``, see
-        ``Pinned.ttl_s``. Raises UnavailableError if that can't be promised.
+        Without ``ttl_s`` for the daemon's ``--pin-default`` (30 s); never longer than its ``--pin-max``, see
+        ``Pinned.ttl_s``, nor than this client lives. Raises BadInputError if the tenant, or all together, would have
+        more pinned than they may, UnavailableError if nothing can be promised.
         """
         request = pb.PinRequest(ttl_s=seconds("ttl_s", ttl_s))
         self._fill(request.prompt, tokens, root, extras)

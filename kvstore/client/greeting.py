@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.client.address import Address
+from kvstore.client.glance import GlancingSession, glance
 from kvstore.client.link import Greeted
 from kvstore.client.slots import Bytes, MappedSlots, MappingSession
 from kvstore.client.transport import Transport
@@ -36,12 +37,14 @@ class SocketLink:
         return join(self.address, token, pb.CHANNEL_WAITS, deadline_s)
 
     def reads_at_once(self, rows: Bytes) -> bool:  # noqa: ARG002 - see ``Link``
-        """See ``Link``: copies are made from mapped memory."""
-        return False
+        """See ``Link``: of however much."""
+        return True
 
-    def read_at_once(self, session: MappingSession, request: pb.LeaseRequest, rows: Bytes) -> pb.LeaseReply:
+    def read_at_once(
+        self, session: GlancingSession, request: pb.LeaseRequest, rows: Bytes, threads: int
+    ) -> pb.LeaseReply | None:
         """See ``Link``."""
-        raise NotImplementedError
+        return glance(session, request, rows, threads)
 
     def slots(
         self,

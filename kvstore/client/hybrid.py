@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvstore.client.admin import Inspecting
 from kvstore.client.borrowing import current
+from kvstore.client.explaining import Explaining
 from kvstore.client.finding import Finding
 from kvstore.client.lease import Lease, WriteReservation
 from kvstore.client.namespace import NamespaceHandle, Stored
@@ -160,7 +160,7 @@ class HybridLease(Lease):
             slots.forget()
 
 
-class HybridHandle(Finding[HybridLease], Inspecting):
+class HybridHandle(Finding[HybridLease], Explaining):
     """A hybrid namespace as seen by one client. ``parts`` says which groups are stored together, see ``Part``."""
 
     def __init__(self, session: Session, namespace: Namespace, name: str = "", store: Stored = "all") -> None:
@@ -170,7 +170,10 @@ class HybridHandle(Finding[HybridLease], Inspecting):
         if not self.parts:
             raise BadInputError("the spec has no sliding or state group besides others: open it with Client.open")
         opener = NamespaceHandle(session, namespace, name, store)
-        self._writers = [_PartWriter(session, namespace, store, opener, part) for part in self.parts]
+        self._writers, self._ahead_writers = (
+            [_PartWriter(session, namespace, store, opener, part, ahead) for part in self.parts]
+            for ahead in (False, True)
+        )
         self._opener = opener
 
     def ensure_open(self) -> bytes:
@@ -200,15 +203,16 @@ class HybridHandle(Finding[HybridLease], Inspecting):
             Method.ATTACH_LEASE, request, pb.LeaseReply, lambda reply: self._leased(reply, reply.first_block)
         )
 
-    def reserve(self, tokens: ArrayLike, part: int = 0, **more: Any) -> WriteReservation:
+    def reserve(self, tokens: ArrayLike, part: int = 0, *, ahead: bool = False, **more: Any) -> WriteReservation:
         """Slots for one part of blocks, to be filled in place; else as ``NamespaceHandle.reserve``.
 
         Part 0 has the full and MLA groups of a block one behind the other, in the order of the spec (without any:
-        ``MARK_BYTES`` zeros). The others can be reserved only for blocks whose part 0 is stored.
+        ``MARK_BYTES`` zeros). The others can be reserved for blocks whose part 0 is stored; with ``ahead`` also for
+        those of which it will be before the commit, which stores nothing otherwise. So all can be filled at once.
         """
         if isinstance(part, bool) or not isinstance(part, int) or not 0 <= part < len(self.parts):
             raise BadInputError(f"part is {part!r}; this namespace has parts 0 to {len(self.parts) - 1}")
-        return self._writers[part].reserve(tokens, **more)
+        return (self._ahead_writers if ahead else self._writers)[part].reserve(tokens, **more)
 
     def put(
         self,
@@ -366,16 +370,16 @@ class _PartWriter(NamespaceHandle):
     """Stores one part of the blocks."""
 
     def __init__(
-        self, session: Session, namespace: Namespace, store: Stored, opener: NamespaceHandle, part: Part
+        self, session: Session, namespace: Namespace, store: Stored, opener: NamespaceHandle, part: Part, ahead: bool
     ) -> None:
         super().__init__(session, namespace, "", store)
         self.block_bytes = part.block_bytes
         self._opener = opener
-        self._part = part
+        self._part, self._ahead = part, ahead
 
     def ensure_open(self) -> bytes:
         return self._opener.ensure_open()
 
     def _name(self, prompt: pb.Prompt) -> None:
         super()._name(prompt)
-        prompt.part = self._part.number
+        prompt.part, prompt.ahead = self._part.number, self._ahead

@@ -179,11 +179,13 @@ class Lease(Held):
         """``shared``: the hold of another lease object with this id, which is the one to hear of its end."""
         slots = session.slots(reply.lease_id, reply.slots if reply.lease_id else None, block_bytes, writable=False)
         lease_id = reply.lease_id
+        release = pb.ReleaseRequest(lease_id=lease_id)
         hold = shared or Hold(
-            session,
-            lambda: session.acknowledge(Method.RELEASE, pb.ReleaseRequest(lease_id=lease_id)),
-            lambda: session.release(lease_id),
+            session, lambda: session.acknowledge(Method.RELEASE, release), lambda: session.release(release)
         )
+        self._waited_s: float = reply.waited_s
+        self._asked_s = 0.0
+        self._copied: Callable[[int, float, bool], None] | None = None
         super().__init__(session, lease_id, reply.ttl_s, slots, hold)
         self.first_block = first_block
         self.n_blocks: int = reply.n_blocks
@@ -211,6 +213,13 @@ class Lease(Held):
     ) -> None:
         self.release()
 
+    def tell_copies(self, copied: Callable[[int, float, bool], None], asked_s: float) -> None:
+        """Call ``copied(n_bytes, took_s, after_read)`` after copies by one thread.
+
+        It took ``asked_s`` to get this lease: what of that it did not wait for blocks belongs to the first copy.
+        """
+        self._copied, self._asked_s = copied, max(asked_s - self._waited_s, 0.0)
+
     def tensor(self, i: int, dtype: str | torch.dtype = "uint8", shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """A torch tensor over block ``i``, no copy. Raises ImportError without torch.
 
@@ -235,11 +244,16 @@ class Lease(Held):
 
     def copy_out(self, slots: Slots, rows: Bytes, threads: int, offset_bytes: int = 0) -> bool:
         """See ``Slots``; slots of this lease. False also if its right ended before the copy was complete."""
+        begun_s = time.perf_counter()
         try:
             with self.in_use():
-                return slots.copy_out(rows, threads, offset_bytes) and self.valid
+                done = slots.copy_out(rows, threads, offset_bytes) and self.valid
         except EndedError:
             return False
+        if done and threads == 1 and self._copied is not None:
+            asked_s, self._asked_s = self._asked_s, 0.0
+            self._copied(rows.nbytes, asked_s + time.perf_counter() - begun_s, self._waited_s > 0)
+        return done
 
     def unchanged(self) -> bool:
         """Whether the right still holds, and all that it is over is what it was when it began.

@@ -106,7 +106,7 @@ class Link(Protocol):
         """Whether ``read_at_once`` does better than a lease and a copy, for as much as ``rows``."""
         ...
 
-    def read_at_once(self, session: Any, request: pb.LeaseRequest, rows: Bytes) -> pb.LeaseReply:
+    def read_at_once(self, session: Any, request: pb.LeaseRequest, rows: Bytes, threads: int) -> pb.LeaseReply | None:
         """See ``Session.read_at_once``."""
         ...
 

@@ -49,6 +49,8 @@ class Regions:
         """Map a region's descriptor, with its page tables filled. Raises OSError if the kernel refuses."""
         mapping = Mapping(fd, size_bytes, writable=writable, inherit=False)
         mapping.populate()
+        if writable:  # before anybody else maps it: the daemon may not have come to all of it yet
+            mapping.gather()
         self._mappings[region_id] = mapping
         self._alive.add(mapping)
 

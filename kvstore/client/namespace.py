@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from numpy.typing import ArrayLike, NDArray
 
-from kvstore.client.admin import Inspecting
 from kvstore.client.borrowing import current
+from kvstore.client.explaining import Explaining
 from kvstore.client.finding import Finding
 from kvstore.client.lease import Lease, WriteReservation
 from kvstore.client.prompts import DEFAULT_ROOT, count, seconds
@@ -28,7 +29,7 @@ Stored = Literal["prompt", "all"]
 """What of a request is stored: only blocks of its prompt, or those with generated tokens too."""
 
 
-class NamespaceHandle(Finding[Lease], Inspecting):
+class NamespaceHandle(Finding[Lease], Explaining):
     """A namespace as seen by one client: finds (see ``Finding``), reads and stores blocks."""
 
     def __init__(self, session: Session, namespace: Namespace, name: str, store: Stored = "all") -> None:
@@ -89,19 +90,28 @@ class NamespaceHandle(Finding[Lease], Inspecting):
         self._fill(request.prompt, tokens, root, extras, policy_time_s, category, hints)
         request.wait_s = self._wait_s(wait, request)
         if room.flags.writeable and self._session.reads_at_once(room):
-            return self._read_at_once(request, room)
+            got = self._read_at_once(request, room, threads)
+            if got is not None:
+                return got
         with self._take(request) as lease:
             n = lease.copy_into(room, threads)
             return self._got(n, first_block, lease.reason, lease.n_pending)
 
-    def _read_at_once(self, request: pb.LeaseRequest, room: Bytes) -> GetResult:
-        """One call leases, copies and releases."""
+    def _read_at_once(self, request: pb.LeaseRequest, room: Bytes, threads: int) -> GetResult | None:
+        """By one call; None if that takes a lease."""
+        begun_s = time.perf_counter()
+        self._tell_copy(request)
         try:
             self._name(request.prompt)
-            reply = self._session.read_at_once(request, room)
+            reply = self._session.read_at_once(request, room, threads)
         except (UnavailableError, EndedError, ProtocolError) as error:
             return GetResult(0, 0, str(error))
-        n = max(reply.n_blocks - request.first_block, 0) if reply.lease_id else 0
+        if reply is None:
+            return None
+        n = max(reply.n_blocks - request.first_block, 0)
+        if n and threads == 1:
+            took_s = time.perf_counter() - begun_s - reply.waited_s
+            self._note_copy(n * self.block_bytes, took_s, reply.waited_s > 0)
         return self._got(n, request.first_block, "", reply.n_pending)
 
     def _got(self, n: int, first_block: int, reason: str, n_pending: int) -> GetResult:

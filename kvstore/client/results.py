@@ -25,6 +25,30 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
+class Overlap:
+    """How much of a prompt is stored in which tier, and what it costs to have it: for choosing among replicas.
+
+    The name is that of NVIDIA Dynamo's router, whose overlap blocks these are, in tokens.
+    """
+
+    n_tokens: int
+    """Tokens that match, partial blocks included: ``n_dram_tokens`` and ``n_nvme_tokens``."""
+    n_dram_tokens: int
+    n_nvme_tokens: int
+    """On NVMe only."""
+    n_loading_tokens: int
+    """Of those, on their way to DRAM already."""
+    load_s: float
+    """Expected seconds from asking for a lease until all is in DRAM and copied to its reader by one thread; what waits
+    for the disk before it counts. ``inf``: the disk is stuck."""
+    load_error: float
+    """How far off such times were lately: what was loaded took typically ``load_s`` times or divided by this. 1.0 is
+    exact, 4.0 says that ``load_s`` is a guess: nothing was loaded yet."""
+    reason: str = ""
+    """Why nothing is known, if the daemon could not be asked."""
+
+
+@dataclass(frozen=True, slots=True)
 class PutResult:
     """What became of the blocks of a put; the first four counts add up to the blocks given."""
 

@@ -123,7 +123,7 @@ class Session(Presence):
                 self._suspect()
             raise UnavailableError(str(error)) from error
 
-    def release(self, lease_id: int) -> None:
+    def release(self, request: pb.ReleaseRequest) -> None:
         """Give up a lease without waiting for an answer; never fails."""
         if self._pid != os.getpid():
             return
@@ -131,17 +131,12 @@ class Session(Presence):
             calls = self._calls
             if calls is not None and self._healthy.is_set():
                 try:
-                    calls.send(
-                        Method.RELEASE,
-                        pb.ReleaseRequest(lease_id=lease_id),
-                        time.monotonic() + self.timeout_s,
-                        no_reply=True,
-                    )
+                    calls.send(Method.RELEASE, request, time.monotonic() + self.timeout_s, no_reply=True)
                 except KVStoreError as error:
                     self._disconnected(str(error))
                 else:
                     return
-        self.acknowledge(Method.RELEASE, pb.ReleaseRequest(lease_id=lease_id))
+        self.acknowledge(Method.RELEASE, request)
 
     def slots(self, claim_id: int, message: pb.Slots | None, block_bytes: int, *, writable: bool) -> Slots:
         """The blocks that a claim holds (None for none), as this process reaches them. Call with the lock held.
@@ -151,15 +146,16 @@ class Session(Presence):
         return self._link.slots(self, claim_id, message, block_bytes, writable=writable)
 
     def reads_at_once(self, rows: Bytes) -> bool:
-        """Whether ``read_at_once`` is there, and for as much: where blocks come over the connection."""
+        """Whether ``read_at_once`` does better than a lease and a copy, for as much."""
         return self._link.reads_at_once(rows)
 
-    def read_at_once(self, request: pb.LeaseRequest, rows: Bytes) -> pb.LeaseReply:
-        """Lease, copy what the lease holds to the first ``rows`` (uint8 [n, block_bytes]), and release.
+    def read_at_once(self, request: pb.LeaseRequest, rows: Bytes, threads: int) -> pb.LeaseReply | None:
+        """Copy what a lease would hold to the first ``rows`` (uint8 [n, block_bytes]), for which one call is enough.
 
-        Raises as ``call``, then ``rows`` hold nothing that can be used. The daemon may take ``wait_s`` longer.
+        None if the copy can't be vouched for: it takes a lease. Raises as ``call``. In both cases ``rows`` hold nothing
+        that can be used. The daemon may take ``wait_s`` longer.
         """
-        return self._link.read_at_once(self, request, rows)
+        return self._link.read_at_once(self, request, rows, threads)
 
     def bulk(self, move: Callable[[Any], MovedT]) -> MovedT:
         """Move bytes of blocks over the session's connection: ``move(calls)``, while other calls go on.

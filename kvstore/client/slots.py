@@ -101,8 +101,16 @@ class View:
 class MappedSlots:
     """Slots of the daemon's memory, mapped into this process. Addresses are worked out when first asked for."""
 
-    def __init__(self, session: MappingSession, message: pb.Slots | None, block_bytes: int, *, writable: bool) -> None:
-        """Maps regions that are not mapped yet. Call with the session's lock held."""
+    def __init__(
+        self,
+        session: MappingSession,
+        message: pb.Slots | None,
+        block_bytes: int,
+        *,
+        writable: bool,
+        mappings: dict[int, Mapping] | None = None,
+    ) -> None:
+        """Maps regions that are not mapped yet, unless given all ``mappings``. Call with the session's lock held."""
         self.block_bytes = block_bytes
         self._session = session
         self._writable = writable
@@ -110,7 +118,7 @@ class MappedSlots:
         self._ids = unpack("slots", message.ids, I64) if message is not None else _NO_SLOTS
         self._layouts = {layout.id: layout for layout in message.regions} if message is not None else {}
         # A view made later must find the mapping even if the daemon retires the region meanwhile.
-        self._mappings = session.mappings(list(self._layouts), writable=writable)
+        self._mappings = session.mappings(list(self._layouts), writable=writable) if mappings is None else mappings
         self._addresses: NDArray[np.uint64] | None = None
 
     def __len__(self) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import socket
+import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -38,6 +40,10 @@ more than looking."""
 VAIN_MAX = 6
 """After so many looks in vain in a row (or more) 2**6 - 1 replies are waited for asleep before the next look."""
 
+CROWDED_MAX, GOOD_ENOUGH = 10, 1000
+"""As often as the core was taken away between two looks the exponent grows by one, up to 2**10 - 1 replies asleep;
+after so many good looks in a row it is 0 again."""
+
 
 ReplyT = TypeVar("ReplyT", bound=Message)
 
@@ -58,6 +64,18 @@ class TurnedAwayError(NoWayError, DeniedError):
     """The daemon does not let this client in (any more): no call of its session will be served until it does."""
 
 
+class _Looks:
+    """How looking for replies of one method went."""
+
+    __slots__ = ("n_asleep", "n_vain")
+
+    def __init__(self) -> None:
+        self.n_vain = 0
+        """Looks in vain in a row."""
+        self.n_asleep = 0
+        """Replies that will be waited for asleep before the next look."""
+
+
 class Transport:
     """One connection to a daemon. Not thread-safe.
 
@@ -75,8 +93,13 @@ class Transport:
         self._sock = address.connect(timeout_s)
         # On a single core the daemon can only answer while this process sleeps.
         self._spin_s = SPIN_S if address.spins and len(os.sched_getaffinity(0)) > 1 else 0.0
-        self._n_vain = 0
+        self._looks: defaultdict[int, _Looks] = defaultdict(_Looks)
+        self._awaited = 0
+        """The method whose reply is awaited: one that takes long says nothing of the others."""
         self._n_asleep = 0
+        self._seen = (threading.get_ident(), times_preempted())
+        self._n_crowded = 0
+        self._n_good = 0
         self._poller = select.poll()
         self._poller.register(self._sock, select.POLLIN)
 
@@ -121,6 +144,7 @@ class Transport:
         """Send one request and return its id; a partly sent frame at the deadline breaks the connection."""
         request_id = self._next_id
         self._next_id += 1
+        self._awaited = method
         frame = encode(method, FLAG_NO_REPLY if no_reply else 0, request_id, request)
         try:
             self._arm(deadline_s)  # fails where another thread has closed the connection
@@ -187,19 +211,38 @@ class Transport:
         """Whether there is something to read after a moment of looking for it.
 
         Where all cores are busy the daemon gets one sooner if this process sleeps, and who looks for long is the last
-        to get one. So looks in vain make the next ones rarer, until one is worth it.
+        to get one. So looks in vain make the next ones rarer, until one is worth it. And who looks, never sleeping, has
+        its core taken away in the end, for as long as all others who want it take their turns: with many clients a
+        hundred times as long as a reply. So that makes looks rarer, too, even if all of them are worth it.
         """
         if self._n_asleep or not self._spin_s:
             self._n_asleep -= self._n_asleep > 0
             return False
+        looks = self._looks[self._awaited]
+        if looks.n_asleep:
+            looks.n_asleep -= 1
+            return False
+        if self._lost_core():
+            self._n_good = 0
+            self._n_crowded = min(self._n_crowded + 1, CROWDED_MAX)
+            self._n_asleep = (1 << self._n_crowded) - 1
+            return False
         poll, until_s = self._poller.poll, min(time.monotonic() + self._spin_s, deadline_s)
         while time.monotonic() < until_s:
             if poll(0):
-                self._n_vain = 0
+                looks.n_vain = 0
+                self._n_good += 1
+                if self._n_good >= GOOD_ENOUGH:
+                    self._n_crowded = 0
                 return True
-        self._n_vain = min(self._n_vain + 1, VAIN_MAX)
-        self._n_asleep = (1 << self._n_vain) - 1
+        looks.n_vain = min(looks.n_vain + 1, VAIN_MAX)
+        looks.n_asleep = (1 << looks.n_vain) - 1
         return False
+
+    def _lost_core(self) -> bool:
+        """Whether this thread has had its core taken away since it looked last, if no other thread has since."""
+        seen, self._seen = self._seen, (threading.get_ident(), times_preempted())
+        return seen[0] == self._seen[0] and seen != self._seen
 
     def _arm(self, deadline_s: float) -> None:
         left_s = deadline_s - time.monotonic()
@@ -209,3 +252,8 @@ class Transport:
 
     def _timed_out(self) -> TimedOutError:
         return TimedOutError(f"the daemon at {self._address} gave no answer in time: is it stopped or overloaded?")
+
+
+def times_preempted() -> int:
+    """How often this thread had its core taken away while it wanted to go on."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw

@@ -4,13 +4,16 @@ What everything takes is ``DaemonConfig``, a value that can't be wrong. Where it
 environment, flags) is the business of ``settings`` and ``layers``; only commands import the latter.
 """
 
-from kvstore.config.daemon import RECOVERY_MODES, WRITE_POLICIES, DaemonConfig
+from kvstore.config.daemon import DEFAULT_POLICY, RECOVERY_MODES, WRITE_POLICIES, DaemonConfig
 from kvstore.config.listeners import GrpcOptions, MetricsOptions
 from kvstore.config.logs import LogOptions
 from kvstore.config.paths import UNIX_PATH_BYTES_MAX, check_socket_path, default_address, default_socket_path
+from kvstore.config.pins import PinOptions
+from kvstore.config.tenants import TenantOptions
 from kvstore.config.units import GIB, MIB, PAGE_BYTES, format_size, parse_size
 
 __all__ = [
+    "DEFAULT_POLICY",
     "GIB",
     "MIB",
     "PAGE_BYTES",
@@ -21,6 +24,8 @@ __all__ = [
     "GrpcOptions",
     "LogOptions",
     "MetricsOptions",
+    "PinOptions",
+    "TenantOptions",
     "check_socket_path",
     "default_address",
     "default_socket_path",

@@ -11,13 +11,18 @@ from kvstore.config.checked import check_types
 from kvstore.config.listeners import GrpcOptions, MetricsOptions
 from kvstore.config.logs import LogOptions
 from kvstore.config.paths import check_socket_path
+from kvstore.config.pins import PinOptions
+from kvstore.config.tenants import TenantOptions
 from kvstore.config.units import GIB, MIB, PAGE_BYTES, format_size
 from kvstore.errors import ConfigError
 
+DEFAULT_POLICY = "hazard"
 WRITE_POLICIES = ("through", "back", "selective")
 RECOVERY_MODES = ("none", "normal", "strict")
 POLICY_CLOCKS = ("system", "client")
 GENERATED_TOKENS = ("store", "skip")
+EXPLAIN_HISTORY_BLOCKS_MAX = 1 << 20
+"""To look through more would keep other requests waiting."""
 
 _NVME_ONLY = {
     "nvme_policy": "--nvme-policy",
@@ -39,6 +44,7 @@ class DaemonConfig:
     ``policy_clock`` is ``"system"``, or ``"client"`` to let requests carry the time that policies see
     (replays of traces). ``poll_us`` is how long the daemon stays awake between the requests of a burst.
     ``generated_tokens`` is ``"store"``, or ``"skip"`` to store no block that holds one, whoever asks for it.
+    ``explain_history_blocks`` is how many blocks that left are remembered, with the reason: 31 bytes each, 0 = none.
 
     With ``nvme_dir`` there is an NVMe tier of ``nvme_bytes`` there, evicted from by ``nvme_policy`` ("": as DRAM is, by
     ``policy``). ``write_policy`` says when a block is
@@ -51,15 +57,15 @@ class DaemonConfig:
     With ``holder_path`` the memory is kept by a process behind that socket when the daemon ends, for
     ``holder_grace_s``; the next daemon takes it over.
 
-    ``grpc``, ``metrics`` and ``log`` are options of their own. The ConfigError of a value names the fields that it
-    comes from in ``settings``, those of ``grpc`` and the like as ``grpc.listen``.
+    ``grpc``, ``metrics``, ``log``, ``tenants`` and ``pins`` are options of their own. The ConfigError of a value names
+    the fields that it comes from in ``settings``, those of ``grpc`` and the like as ``grpc.listen``.
     """
 
     socket_path: Path | None
     dram_bytes: int = 1 * GIB
     region_bytes: int = 0
     prefault: bool = True
-    policy: str = "lru"
+    policy: str = DEFAULT_POLICY
     policy_clock: str = "system"
     lease_s_default: float = 30.0
     lease_s_max: float = 600.0
@@ -68,6 +74,7 @@ class DaemonConfig:
     max_clients: int = 1024
     poll_us: float = 200.0
     generated_tokens: str = "store"
+    explain_history_blocks: int = 1 << 18
     nvme_dir: Path | None = None
     nvme_bytes: int = 0
     nvme_policy: str = ""
@@ -82,6 +89,8 @@ class DaemonConfig:
     grpc: GrpcOptions = field(default_factory=GrpcOptions)
     metrics: MetricsOptions = field(default_factory=MetricsOptions)
     log: LogOptions = field(default_factory=LogOptions)
+    tenants: TenantOptions = field(default_factory=TenantOptions)
+    pins: PinOptions = field(default_factory=PinOptions)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -117,7 +126,15 @@ class DaemonConfig:
             )
         if not 1 <= self.max_clients <= 65536:
             raise ConfigError(f"--max-clients is {self.max_clients}; it must be from 1 to 65536", ("max_clients",))
+        if not 0 <= self.explain_history_blocks <= EXPLAIN_HISTORY_BLOCKS_MAX:
+            raise ConfigError(
+                f"--explain-history-blocks is {self.explain_history_blocks}; it must be from 0 (off) to "
+                f"{EXPLAIN_HISTORY_BLOCKS_MAX} blocks",
+                ("explain_history_blocks",),
+            )
         self._check_nvme()
+        self.tenants.check_fits(self.dram_bytes, self.nvme_bytes)
+        self.pins.check_fits(self.dram_bytes)
         self._check_holder()
         check_apart(self.socket_path, self.holder_path, self.grpc, self.metrics)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from kvstore.config.tenants import write_table
 from kvstore.config.units import parse_duration, parse_size
 from kvstore.errors import ConfigError
 
@@ -102,6 +103,7 @@ COUNT = Kind("N", "a whole number", int, lambda given: given, str)
 SWITCH = Kind("", "true or false", bool, lambda given: given, lambda value: str(value).lower())
 PATH = Kind("PATH", f'a path in quotes, or "{NONE}"', Path | None, _path, _write_path)
 ADDRESS = Kind("ADDRESS", f'an address in quotes, or "{NONE}"', str, _address, lambda text: _write_text(text or NONE))
+TABLE = Kind("TABLE", 'a table {a = ..., b = ...}, or "a=..., b=..." in quotes', str, write_table, _write_text)
 TEXT = Kind("TEXT", "a text in quotes", str, lambda given: given, _write_text)
 
 

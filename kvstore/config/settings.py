@@ -10,9 +10,10 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from kvstore.config.daemon import GENERATED_TOKENS, POLICY_CLOCKS, RECOVERY_MODES, WRITE_POLICIES, DaemonConfig
-from kvstore.config.kinds import ADDRESS, COUNT, MICROSECONDS, PATH, SECONDS, SIZE, SWITCH, TEXT, Kind, choice
+from kvstore.config.kinds import ADDRESS, COUNT, MICROSECONDS, PATH, SECONDS, SIZE, SWITCH, TABLE, TEXT, Kind, choice
 from kvstore.config.logs import LOG_FORMATS
 from kvstore.config.paths import SOCKET_VARIABLE, runtime_socket_path
+from kvstore.config.tenants import SHARES
 
 ENVIRONMENT_PREFIX = "KVSTORE_"
 
@@ -70,7 +71,9 @@ SECTIONS: dict[str, str] = {
     "daemon": "The daemon and its clients.",
     "dram": "The tier in host memory.",
     "nvme": "The tier below it; there is one if it has a directory and a capacity.",
-    "leases": "How long leases, reservations and pins live.",
+    "leases": "How long leases and reservations live.",
+    "tenants": "Who gets how much of the tiers, where several tenants share them.",
+    "pins": "How much pins may hold, and how long.",
     "holder": "A process that keeps DRAM for a daemon started again.",
     "grpc": "A gRPC server for clients of other machines and languages.",
     "metrics": "An HTTP server for /metrics, /health and /ready.",
@@ -93,6 +96,8 @@ SETTINGS: tuple[Setting, ...] = (
             "Stay awake so long between the requests of a burst; 0 = sleep at once. A bare number is in microseconds."),
     Setting("daemon", "generated_tokens", "generated_tokens", choice(GENERATED_TOKENS), "--generated-tokens",
             "Blocks that hold tokens said to be generated: store them, or never."),
+    Setting("daemon", "explain_history_blocks", "explain_history_blocks", COUNT, "--explain-history-blocks",
+            "Remember why so many blocks that left are gone, for `kvstore explain`: 31 bytes each; 0 = none."),
     Setting("dram", "capacity", "dram_bytes", SIZE, "--dram", "Capacity of the DRAM tier."),
     Setting("dram", "region", "region_bytes", SIZE, "--region-bytes", "Size of a shared memory region.",
             "fits the tier"),
@@ -118,6 +123,24 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("leases", "default", "lease_s_default", SECONDS, "--lease-default",
             "Life of a lease, if the client asks for none."),
     Setting("leases", "max", "lease_s_max", SECONDS, "--lease-max", "Longest life of a lease."),
+    Setting("tenants", "shares", "tenants.shares", choice(SHARES), "--tenant-shares",
+            "A tenant that has more than its share of a tier gives up blocks before others do; or the policy decides."),
+    Setting("tenants", "weights", "tenants.weights", TABLE, "--tenant-weights",
+            "Parts of tenants in a tier, a=2,b=1; * = all others. Of a tenant that is not named 1.", "1 each"),
+    Setting("tenants", "dram_min", "tenants.dram_min", TABLE, "--tenant-dram-min",
+            "DRAM that a tenant keeps whatever others want, a=4GiB,b=1GiB.", "none"),
+    Setting("tenants", "dram_max", "tenants.dram_max", TABLE, "--tenant-dram-max",
+            "Most DRAM of a tenant, a=4GiB,*=1GiB.", "none"),
+    Setting("tenants", "nvme_min", "tenants.nvme_min", TABLE, "--tenant-nvme-min",
+            "NVMe that a tenant keeps whatever others want.", "none"),
+    Setting("tenants", "nvme_max", "tenants.nvme_max", TABLE, "--tenant-nvme-max", "Most NVMe of a tenant.", "none"),
+    Setting("pins", "dram", "pins.dram_bytes", SIZE, "--pin-dram",
+            "So much of DRAM all pins together may hold; 0 = a quarter of it.", "a quarter of DRAM"),
+    Setting("pins", "tenant", "pins.tenant_bytes", SIZE, "--pin-tenant",
+            "So much of that a tenant may pin; 0 = its share by weight.", "its share by weight"),
+    Setting("pins", "default", "pins.default_s", SECONDS, "--pin-default",
+            "Life of a pin, if the client asks for none."),
+    Setting("pins", "max", "pins.max_s", SECONDS, "--pin-max", "Longest life of a pin."),
     Setting("holder", "socket", "holder_path", PATH, "--holder",
             "Unix socket of a small process, started if there is none, that keeps DRAM for a daemon started again."),
     Setting("holder", "grace", "holder_grace_s", SECONDS, "--holder-grace",

@@ -53,8 +53,9 @@ EXPORTS: tuple[Export, ...] = (
     *_counters("committed_blocks_total", "Blocks stored by clients.", of="committed_blocks"),
     *_counters("committed_bytes_total", "Bytes stored by clients.", of="committed_bytes"),
     *_counters("duplicate_blocks_total", "Blocks that somebody else had stored meanwhile.", of="duplicate_blocks"),
-    *_counters("skipped_blocks_total", "Blocks not stored: for want of room, or as they hold generated tokens.", "why",
-               no_room="skipped_blocks", generated="skipped_generated_blocks"),
+    *_counters("skipped_blocks_total", "Blocks not stored: for want of room, as they hold generated tokens, or as the "
+               "policy would have given them up first.", "why",
+               no_room="skipped_blocks", generated="skipped_generated_blocks", declined="declined_blocks"),
     *_counters("overdue_blocks_total", "Blocks given up as their ttl was over.", of="overdue_blocks"),
     *_counters("hinted_requests_total", "Requests that came with hints.", of="hinted_requests"),
     *_counters("ended_sessions_total", "Conversations that clients said had ended.", of="ended_sessions"),
@@ -70,6 +71,7 @@ EXPORTS: tuple[Export, ...] = (
     *_gauges("block_parts", "What sliding and state groups of hybrid models have of blocks.", of="block_parts"),
     *_gauges("hidden_blocks", "Blocks that were cleared and are still in use.", of="hidden_blocks"),
     *_gauges("namespaces", "Namespaces known.", of="namespaces"),
+    *_gauges("tenants", "Tenants that have blocks.", of="tenants"),
     # Tiers
     *_gauges("tier_capacity_bytes", "Configured capacity of a tier.", "tier",
              dram="dram_capacity_bytes", nvme="nvme_capacity_bytes"),
@@ -137,6 +139,9 @@ EXPORTS: tuple[Export, ...] = (
     # Claims and clients
     *_gauges("claims", "Leases, reservations and pins in force.", "kind",
              lease="leases", reservation="reservations", pin="pins"),
+    *_gauges("pinned_bytes", "Bytes of blocks that have pins.", of="pinned_bytes"),
+    *_gauges("pin_room_bytes", "Most that pins may hold.", of="pin_room_bytes"),
+    *_counters("refused_pins_total", "Pins that would have been above a quota.", of="refused_pins"),
     *_gauges("claims_unacknowledged", "Ended, but the client has not said that it stopped using them.", "kind",
              lease="leases_ended_unacknowledged", reservation="reservations_ended_unacknowledged"),
     *_counters("expired_claims_total", "Whose time was up before they were let go of.", "kind",
@@ -181,6 +186,20 @@ BY_METHOD: dict[str, str] = {
     "request_seconds": "Time that the daemon worked on a request that was answered at once.",
     "request_wait_seconds": "Time until the answer to a request that waited, for blocks, room or events.",
 }
+TENANT_METRICS: dict[str, tuple[str, str, str]] = {
+    "tenant_used_bytes": (GAUGE, "used_bytes", "What a tenant has in a tier."),
+    "tenant_share_bytes": (GAUGE, "share_bytes", "Its share of the tier, among the tenants that have blocks there."),
+    "tenant_evicted_blocks_total": (COUNTER, "n_evicted", "Its copies that went for its own sake."),
+    "tenant_suffered_evictions_total": (COUNTER, "n_suffered", "Its copies that went for the sake of others."),
+    "tenant_caused_evictions_total": (COUNTER, "n_caused", "Copies of others that went for its sake."),
+}
+"""By metric: its kind, the field of ``TenantSample`` and its help. Labels are the tenant and the tier."""
+
+TENANT_LABELS_MAX = 32
+"""So many tenants have samples of their own, as long as the daemon lives: those that had most when the places were
+given. The others are together ``OTHER_TENANTS``."""
+OTHER_TENANTS = "other"
+
 HISTOGRAMS: dict[str, str] = {
     "loop_lag_seconds": "How late the daemon was for its own clock, twenty times a second.",
 }
@@ -211,6 +230,7 @@ def metrics_markdown() -> str:
         "| `kvstore_loop_seen_seconds` | | | Seconds since the daemon's loop last went round. |",
         "| `kvstore_snapshot_fresh` | | | 0 if the loop did not answer: the numbers are those of the scrape before. |",
     ]
+    rows += [f"| `kvstore_{name}` | `tenant`, `tier` | | {help_} |" for name, (_, _, help_) in TENANT_METRICS.items()]
     rows += [f"| `kvstore_{name}` (histogram) | `method` | | {help_} |" for name, help_ in BY_METHOD.items()]
     rows += [f"| `kvstore_{name}` (histogram) | | | {help_} |" for name, help_ in HISTOGRAMS.items()]
     return "\n".join(rows)

@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from prometheus_client import ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from kvstore.http.exports import BY_METHOD, COUNTER, EXPORTS, GAUGE, HISTOGRAMS, INFO_TEXTS, NVME_STATES
+from kvstore.http.exports import BY_METHOD, COUNTER, EXPORTS, GAUGE, HISTOGRAMS, INFO_TEXTS, NVME_STATES, TENANT_METRICS
 from kvstore.http.source import Phase, Pulse, Snapshot
 from kvstore.http.text_format import HISTOGRAM, INFO, Family, labelled, number, write
 from kvstore.metrics import Distribution
@@ -38,6 +38,13 @@ def families(pulse: Pulse, snapshot: Snapshot, *, fresh: bool) -> Iterator[Famil
     if health := snapshot.texts.get("nvme_health"):
         yield _states("kvstore_nvme_health", "1 for the state of the NVMe tier.", "state", NVME_STATES, health)
     yield from _numbers(snapshot.numbers)
+    if snapshot.tenants:
+        for name, (kind, field, help_) in TENANT_METRICS.items():
+            of_tenants = [
+                (labelled(f"kvstore_{name}", {"tenant": each.tenant, "tier": each.tier}), float(getattr(each, field)))
+                for each in snapshot.tenants
+            ]
+            yield Family(f"kvstore_{name}".removesuffix("_total"), kind, help_, of_tenants)
     for name, help_ in HISTOGRAMS.items():
         if distribution := snapshot.histograms.get(name):
             yield _histogram(f"kvstore_{name}", help_, {"": distribution})

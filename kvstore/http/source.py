@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -33,6 +33,19 @@ class Pulse:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantSample:
+    """What tenants of one label have in one tier, and how many copies went for whose sake: see ``TENANT_METRICS``."""
+
+    tenant: str
+    tier: str
+    used_bytes: int
+    share_bytes: int
+    n_evicted: int
+    n_suffered: int
+    n_caused: int
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """The numbers of a daemon at one moment, as ``stats`` gives them, and its histograms by name.
 
@@ -44,6 +57,7 @@ class Snapshot:
     histograms: Mapping[str, Distribution] = field(default_factory=dict)
     by_method: Mapping[str, Mapping[str, Distribution]] = field(default_factory=dict)
     failures: Mapping[str, int] = field(default_factory=dict)
+    tenants: Sequence[TenantSample] = ()
 
 
 class Source(Protocol):

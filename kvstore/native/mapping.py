@@ -21,7 +21,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 _PROT_NONE, _PROT_READ, _PROT_WRITE = 0, 1, 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
-_MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 10, 14, 22, 23
+_MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 10, 14, 22, 23, 25
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -41,7 +41,9 @@ _SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def huge_pages_note() -> str:
-    """Empty when the kernel gives huge pages to memfd mappings that ask; otherwise why it doesn't."""
+    """Empty when memfd mappings get huge pages, by themselves or by ``Mapping.gather``; otherwise why they don't."""
+    if _gathers():
+        return ""
     try:
         text = _SHMEM_HUGE.read_text()
     except OSError as error:
@@ -50,6 +52,21 @@ def huge_pages_note() -> str:
     if setting in ("always", "within_size", "advise", "force"):
         return ""
     return f"{_SHMEM_HUGE} is '{setting}'; 'advise' would give the tier huge pages"
+
+
+def _gathers() -> bool:
+    """Whether a memory file of one huge page becomes one when told to."""
+    try:
+        fd = os.memfd_create("kvstore-trial", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, HUGE_PAGE_BYTES)
+            trial = Mapping(fd, HUGE_PAGE_BYTES, writable=True, inherit=False)
+            trial.populate()
+            return trial.gather()
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
 
 
 def populate(address: int, length_bytes: int, write: bool) -> None:
@@ -142,6 +159,22 @@ class Mapping:
         rest_bytes = self.length_bytes - start_bytes
         n_bytes = rest_bytes if length_bytes is None else min(length_bytes, rest_bytes)
         populate(self.address + start_bytes, n_bytes, self.writable)
+
+    def gather(self, start_bytes: int = 0, length_bytes: int | None = None) -> bool:
+        """Make huge pages of those whose pages are all filled in a part (all by default); contents stay.
+
+        Copies walk through fewer page tables then, and readers have nothing to fill: ``populate`` of 64 MiB takes
+        0.1 ms instead of 14. The kernel does it (Linux 6.1) unless huge pages of shared memory are denied, also
+        where its setting is ``never``, and whoever reads or writes meanwhile. False if it did not do all of them.
+        Blocks without Python's lock, for about 1 ms a MiB unless they are huge already.
+        """
+        end_bytes = self.length_bytes if length_bytes is None else min(start_bytes + length_bytes, self.length_bytes)
+        first_bytes = -(-start_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        whole_bytes = (end_bytes - first_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if whole_bytes <= 0:
+            return True
+        failed: int = _libc.madvise(self.address + first_bytes, whole_bytes, _MADV_COLLAPSE)
+        return not failed
 
     def shrink(self, length_bytes: int) -> None:
         """Unmap the tail. No array of this mapping may be in use."""

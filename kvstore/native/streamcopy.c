@@ -38,7 +38,7 @@ enum { PREFETCH_BYTES = 512 };
 /* dst is aligned to a line and n is a multiple of one. */
 __attribute__((target("avx2"))) static void lines_avx2(char *dst, const char *src, size_t n) {
     for (size_t i = 0; i < n; i += LINE) {
-        _mm_prefetch(src + i + PREFETCH_BYTES, _MM_HINT_T0);
+        _mm_prefetch(src + i + PREFETCH_BYTES, _MM_HINT_NTA);
         __m256i a = _mm256_loadu_si256((const __m256i *)(src + i));
         __m256i b = _mm256_loadu_si256((const __m256i *)(src + i + 32));
         _mm256_stream_si256((__m256i *)(dst + i), a);
@@ -48,7 +48,7 @@ __attribute__((target("avx2"))) static void lines_avx2(char *dst, const char *sr
 
 __attribute__((target("avx512f"))) static void lines_avx512(char *dst, const char *src, size_t n) {
     for (size_t i = 0; i < n; i += LINE) {
-        _mm_prefetch(src + i + PREFETCH_BYTES, _MM_HINT_T0);
+        _mm_prefetch(src + i + PREFETCH_BYTES, _MM_HINT_NTA);
         __m512i a = _mm512_loadu_si512((const void *)(src + i));
         _mm512_stream_si512((__m512i *)(dst + i), a);
     }

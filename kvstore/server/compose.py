@@ -41,8 +41,8 @@ def make_store(
             former=succession.former if succession is not None else None,
         )
         opened.callback(dram.close)
-        policy = make_tier_policies(config.policy, config.nvme_policy, learn_aside=True)
-        index = PrefixIndex(policy, nvme=nvme is not None)
+        policy = make_tier_policies(config.policy, config.nvme_policy, learn_aside=config.policy_clock == "system")
+        index = PrefixIndex(policy, nvme=nvme is not None, tenants=config.tenants)
         limits = LeaseLimits(config.lease_s_default, config.lease_s_max)
         write = WriteBehind(
             WritePolicy(config.write_policy),
@@ -54,6 +54,8 @@ def make_store(
         store = Store(
             index, dram, clock, limits, spare_bytes=spare_bytes, nvme=nvme, write=write,
             skips_generated=config.generated_tokens == "skip",
+            history_blocks=config.explain_history_blocks, knows_idle=config.policy_clock == "system",
+            pins=config.pins,
         )  # fmt: skip
         if succession is not None:
             store.counters.add("taken_over_blocks", succession.adopt_blocks(store))
@@ -63,6 +65,7 @@ def make_store(
 
 def close_store(store: Store) -> None:
     """Give back memory, files and descriptors. No job may be running: their memory would go under them."""
+    store.index.policy.close()
     store.dram.close()
     if store.hierarchy is not None:
         store.hierarchy.nvme.close()

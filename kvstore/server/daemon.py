@@ -37,6 +37,7 @@ from kvstore.server.prompts import PromptReader
 from kvstore.server.remote import RemoteSessions
 from kvstore.server.session import Session, Sessions, peer_pidfd
 from kvstore.server.succession import Succession
+from kvstore.server.tenant_samples import TenantSamples
 from kvstore.tiers.nvme.files import Files
 from kvstore.types import Namespace
 from kvstore.wire import kvstore_pb2 as pb
@@ -82,6 +83,7 @@ class Daemon:
             self._succession = Succession(config, str(self.epoch))
             self.store = make_store(config, self._clock, files, self._succession)
             undo.callback(close_store, self.store)
+            self.monitor.tenants = TenantSamples(self.store).take
             self._started_s = self._clock.now_s()
             self._pump = JobPump(self._loop, self.store.jobs, self.store.pump)
             self._answers = Answers(self._loop, self._dispatch, self.after_request, self.monitor)

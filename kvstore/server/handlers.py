@@ -25,6 +25,7 @@ from kvstore.room import PendingReclaim
 from kvstore.server.family_handlers import FamilyHandlers
 from kvstore.server.hint_handlers import HintHandlers
 from kvstore.server.loads import Waiting
+from kvstore.server.overlap_handlers import OverlapHandlers
 from kvstore.server.prompts import PromptReader, digests_of
 from kvstore.server.replies import Reply, Result, lease_reply, life_s, no_persist, reserve_reply, shard_reply
 from kvstore.server.session import Session
@@ -85,6 +86,7 @@ class Handlers:
             Method.PERSIST: self.persist,
         }
         self.by_method[Method.END_SESSION] = HintHandlers(store, self._prompts).end_session
+        self.by_method[Method.OVERLAP] = OverlapHandlers(store, self._prompts).overlap
         FamilyHandlers(store, self._prompts, self._waiting).register(self.by_method)
 
     def open_namespace(self, session: Session, request: pb.OpenNamespaceRequest) -> Result:
@@ -119,13 +121,22 @@ class Handlers:
 
     def lease(self, session: Session, request: pb.LeaseRequest) -> Result:
         prompt = self._prompts.read(session, request.prompt)
+        if request.copied_bytes and not session.remote:
+            self._store.note_copy(
+                prompt.namespace, request.copied_bytes, request.copied_s, after_read=request.copied_after_read
+            )
         begin = partial(self._store.begin_load, prompt, request.first_block, request.max_blocks)
         answer = partial(self._lease, session, prompt, request)
         return self._waiting.loaded(session, begin, request.wait_s, answer)
 
     def _lease(self, session: Session, prompt: Prompt, request: pb.LeaseRequest, load: Load | None) -> Reply:
-        lease = self._store.lease(session.id, prompt, request.first_block, request.max_blocks, request.ttl_s, load)
+        lease = self._store.lease(
+            session.id, prompt, request.first_block, request.max_blocks, request.ttl_s, load,
+            glance=request.glance and not session.remote,
+        )  # fmt: skip
         reply = lease_reply(self._store, lease)
+        if load is not None:
+            reply.waited_s = self._store.clock.now_s() - load.begun_s
         if lease.n_pending and load is not None:
             # Only what is on its way: the rest has been refused, or could not be read.
             reply.n_pending, reply.eta_s = min(lease.n_pending, load.n_waiting), load.eta_s

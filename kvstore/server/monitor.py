@@ -7,13 +7,13 @@ import concurrent.futures
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from google.protobuf.message import Message
 
 from kvstore.config import LogOptions, MetricsOptions
-from kvstore.http.source import Phase, Pulse, Snapshot
+from kvstore.http.source import Phase, Pulse, Snapshot, TenantSample
 from kvstore.logs import about
 from kvstore.metrics import Distribution, Histogram, Histograms
 from kvstore.server.replies import Reply, Result
@@ -42,6 +42,8 @@ class Monitor:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, log_options: LogOptions, numbers: Numbers) -> None:
         """``numbers`` gives what ``stats`` does, once the daemon serves."""
+        self.tenants: Callable[[], Sequence[TenantSample]] = tuple
+        """Gives what tenants have, once there is a store."""
         self._loop = loop
         self._numbers = numbers
         self._stall_s = MetricsOptions().stall_s
@@ -165,6 +167,7 @@ class Monitor:
                     "request_wait_seconds": _named(self._waits_s.snapshot()),
                 },
                 _named(self._failures),
+                self.tenants() if self._phase is not Phase.STARTING else (),
             )
         except Exception as error:
             answer.set_exception(error)

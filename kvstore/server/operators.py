@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore.server.admin_handlers import AdminHandlers
+from kvstore.server.explain_handlers import ExplainHandlers
 from kvstore.server.prompts import PromptReader
 from kvstore.server.replies import Result
 from kvstore.server.scrub_handlers import ScrubHandlers
 from kvstore.server.session import Session, Sessions
+from kvstore.server.tenant_handlers import TenantHandlers
 from kvstore.server.watch_handlers import WatchHandlers
 from kvstore.store.store import Store
 
@@ -22,3 +24,5 @@ def register_operators(
     AdminHandlers(store, prompts, sessions).register(by_method)
     WatchHandlers(store, epoch).register(by_method)
     ScrubHandlers(store).register(by_method)
+    ExplainHandlers(store, prompts).register(by_method)
+    TenantHandlers(store).register(by_method)

@@ -8,6 +8,7 @@ An idle daemon sleeps; one that is asked now and then sleeps in between.
 from __future__ import annotations
 
 import asyncio
+import os
 import selectors
 import time
 
@@ -35,6 +36,7 @@ class PollingSelector(selectors.EpollSelector):
                 ready = super().select(0)
                 if ready:
                     return ready
+                os.sched_yield()  # the kernel likes to wake a client on the core of who answers it
             timeout = None if timeout is None else max(timeout - self._poll_s, 0)
         ready = super().select(timeout)
         self._busy = bool(ready) and time.monotonic() - start_s < self._poll_s

@@ -77,6 +77,7 @@ class PromptReader:
             hints=_hints(message.hints) if message.HasField("hints") else None,
             n_prompt_tokens=message.n_prompt_tokens if message.HasField("n_prompt_tokens") else None,
             prompt_only=message.prompt_only,
+            ahead=message.ahead,
         )
 
 

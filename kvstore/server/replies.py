@@ -32,7 +32,7 @@ def life_s(store: Store, deadline_s: float) -> float:
 
 
 def lease_reply(store: Store, lease: Lease) -> pb.LeaseReply:
-    """A lease and its slots; of one over a family what all shards have in common, and no slots."""
+    """A lease, or a glance, and its slots; of one over a family what all shards have in common, and no slots."""
     reply = pb.LeaseReply(
         lease_id=lease.id,
         n_blocks=lease.n_blocks,
@@ -42,6 +42,7 @@ def lease_reply(store: Store, lease: Lease) -> pb.LeaseReply:
     )
     if lease.id:
         reply.ttl_s = life_s(store, lease.deadline_s)
+    if len(lease.ids):
         reply.first_block = lease.first_block
         if not lease.shards:
             slots = store.index.slots(lease.ids)

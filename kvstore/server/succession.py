@@ -54,7 +54,7 @@ class Succession:
             if digest == NO_DIGEST or not keeper.note_namespace(digest, text):
                 return None
             store.namespaces.note(digest, text)
-            return store.namespaces.ordinal(digest)
+            return store.namespaces.found(digest, text)
 
         return adopt_blocks(store.index, store.dram, ordinal_of, store.clock.now_s())
 

@@ -6,7 +6,6 @@ lets others have their turn in between.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from kvstore.errors import BadInputError
 from kvstore.prefix_index.block_table import COLD, DRAM, NVME, PART, STORED, Ids
 from kvstore.prefix_index.explain import Explanation
-from kvstore.store.namespaces import OpenNamespace
+from kvstore.store.namespaces import Described, OpenNamespace, described
 from kvstore.store.requests import Prompt
 from kvstore.store.store import Store
 from kvstore.types import KEY_BYTES, Namespace
@@ -102,14 +101,6 @@ class Holdings:
     n_pinned_blocks: int = 0
 
 
-class _Described(NamedTuple):
-    """What a description says: the namespace, its digest, and which part of its blocks it is of."""
-
-    digest: bytes
-    namespace: Namespace | None
-    part: int
-
-
 class BlockFacts(NamedTuple):
     """Blocks of a prompt, arrays ``[n]``. ``keys``: uint8 [n, 16]. ``hits`` is empty where they aren't counted."""
 
@@ -127,7 +118,7 @@ class Administration:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._described: dict[bytes, _Described] = {}
+        self._described: dict[bytes, Described] = {}
         """By digest of what lies on NVMe, or was taken over: the namespace that it belongs to."""
 
     def namespaces(self, wanted: NamespaceFilter, tenant: str | None, out: list[KnownNamespace]) -> Iterator[None]:
@@ -247,19 +238,9 @@ class Administration:
                 known.ordinal = ordinal
         return list(found.values())
 
-    def _description(self, digest: bytes, text: str) -> _Described:
+    def _description(self, digest: bytes, text: str) -> Described:
         """What has this digest and description on NVMe, or as the daemon before has noted it."""
         known = self._described.get(digest)
         if known is None or (known.namespace is None and text):
-            known = self._described[digest] = _described(digest, text)
+            known = self._described[digest] = described(digest, text)
         return known
-
-
-def _described(digest: bytes, text: str) -> _Described:
-    try:
-        plain = json.loads(text) if text else {}
-        namespace = Namespace.from_dict(plain.get("of", plain)) if plain else None
-        part = int(plain.get("part", 0))
-    except (ValueError, TypeError, RecursionError):  # what the disk says may be anything
-        return _Described(digest, None, 0)
-    return _Described(digest if namespace is None else namespace.digest(), namespace, part)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,6 +41,13 @@ class Stage(StrEnum):
     SETTLING = "settling"
     UNNAMING = "unnaming"
     DURABLE = "durable"
+
+
+class LastClear(NamedTuple):
+    """When a namespace was cleared last, by the clock, and how many blocks it had."""
+
+    at_s: float
+    n_blocks: int
 
 
 class Clearing:

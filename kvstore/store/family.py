@@ -83,7 +83,7 @@ class Families(Reading):
             return None
         spaces = [shard.namespace for shard in prompt.shards]
         for opened, ids in zip(spaces, reach.ids, strict=True):
-            self.index.table.namespace[ids] = opened.ordinal  # as for one prompt
+            self.index.tenants.move(ids, opened.ordinal)  # as for one prompt
         step_bytes = min(READ_BYTES_MAX * len(spaces), self.dram.capacity_bytes // DRAM_SHARE)
         rows = max(1, step_bytes // sum(opened.block_bytes for opened in spaces))
         parts = [
@@ -148,7 +148,7 @@ class Families(Reading):
 
     def family_pin(self, session_id: int, prompt: FamilyPrompt, ttl_s: float = 0.0) -> Pin:
         """Keep the smallest hit of every shard from being evicted; id 0 if nothing is stored in one of them."""
-        ttl_s = self.limits.ttl_s(ttl_s)
+        ttl_s = self.pin_limits.ttl_s(ttl_s)
         reach = self._family_reach(prompt, 0)
         ids = reach.ids[:, : reach.n_blocks].reshape(-1)
         return self._pinned(session_id, prompt.tenant, ids, ttl_s)

@@ -83,9 +83,9 @@ class Hierarchy:
         found = self.nvme.recovered()
         ordinals = np.zeros(len(found.slots), np.uint32)
         known = np.zeros(len(found.slots), np.bool_)
-        for number, (digest, _) in self.nvme.namespaces().items():
+        for number, (digest, description) in self.nvme.namespaces().items():
             mine = found.namespaces == number
-            ordinals[mine] = self._namespaces.ordinal(digest)
+            ordinals[mine] = self._namespaces.found(digest, description)
             known |= mine
         if not known.all():
             n_unknown = int((~known).sum())

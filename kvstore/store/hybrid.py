@@ -75,13 +75,13 @@ class Hybrids(StoreParts):
         ids = reach.ids
         if self.index.resident(ids, DRAM).all():
             return None
-        opened, table = prompt.namespace, self.index.table
+        opened = prompt.namespace
         # Of what was found on disk the tier's word is not needed any more: the prompt proves whose it is.
-        table.namespace[reach.path] = opened.ordinal
+        self.index.tenants.move(reach.path, opened.ordinal)
         wanted = [(opened.ordinal, reach.held)]
         for span in reach.spans:
             ordinal = opened.stored[span.number].ordinal
-            table.namespace[span.ids] = ordinal
+            self.index.tenants.move(span.ids, ordinal)
             wanted.append((ordinal, span.ids))
         parts = [Part(ordinal, at[~self.index.resident(at, DRAM)]) for ordinal, at in wanted]
         return self.hierarchy.onboarder.begin(

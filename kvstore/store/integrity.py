@@ -96,3 +96,13 @@ def _bytes_of(dram: DramTier, slots: Int64s) -> int:
     return sum(
         dram.region(region_id).slot_bytes * n for region_id, n in zip(region_ids.tolist(), counts.tolist(), strict=True)
     )
+
+
+def check_held(index: PrefixIndex, reservations: Iterable[Reservation]) -> None:
+    """Raises IntegrityError if slots that are being filled count otherwise than as their tenants'."""
+    tenants = index.tenants
+    held = np.zeros(len(tenants), np.int64)
+    for each in reservations:
+        held[tenants.number(each.tenant)] += each.n_held * each.slot_bytes
+    if not np.array_equal(held, tenants.held_bytes[DRAM]):
+        raise IntegrityError(f"tenants fill {held.tolist()} bytes, {tenants.held_bytes[DRAM].tolist()} are counted")

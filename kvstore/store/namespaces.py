@@ -6,10 +6,13 @@ import json
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvstore.errors import BadInputError, SpecMismatchError
 from kvstore.hybrid import Part, parts_of
+from kvstore.load_time import LoadTime
 from kvstore.prefix_index.parts import Rule
+from kvstore.prefix_index.tenants import Tenants
 from kvstore.types import KVSpec, Namespace, Root
 
 NAMESPACES_MAX = 32768
@@ -18,6 +21,8 @@ NAMESPACES_PER_TENANT_MAX = 4096
 ROOT_KEYS_CACHED_MAX = 1024
 NAME_CHARS_MAX = 256
 NAMES_PER_TENANT_MAX = 8192
+
+_FIRST_GUESS_S, _FIRST_GUESS_BYTES_PER_S = 1e-4, 5e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,25 @@ class Stored:
     def block_bytes(self) -> int:
         """Bytes of a slot's contents."""
         return self.spec.block_bytes
+
+
+class Described(NamedTuple):
+    """What a description says: the namespace, its digest, and which part of its blocks it is of."""
+
+    digest: bytes
+    namespace: Namespace | None
+    part: int
+
+
+def described(digest: bytes, text: str) -> Described:
+    """What has this digest and this description, as it stands on NVMe or as the daemon before has noted it."""
+    try:
+        plain = json.loads(text) if text else {}
+        namespace = Namespace.from_dict(plain.get("of", plain)) if plain else None
+        part = int(plain.get("part", 0))
+    except (ValueError, TypeError, RecursionError):  # what the disk says may be anything
+        return Described(digest, None, 0)
+    return Described(digest if namespace is None else namespace.digest(), namespace, part)
 
 
 @dataclass(slots=True)
@@ -61,6 +85,11 @@ class OpenNamespace:
     n_hit_blocks: int = 0
     used_at_s: float = -math.inf
     """The last time, by the store's clock."""
+    copy_times: tuple[LoadTime, LoadTime] = field(default_factory=lambda: (_copy_guess(), _copy_guess()))
+    """How long its clients take for asking for blocks and copying them, as they say: of those that are in DRAM, and of
+    those that were read from NVMe first, without the reading."""
+    copies_from_s: float = -math.inf
+    """When the next one will be looked at, by the store's clock."""
     _root_keys: dict[tuple[str, str], bytes] = field(default_factory=dict)
     token_bytes: float = field(init=False)
     """Bytes of KV of one token, all parts of it."""
@@ -76,6 +105,11 @@ class OpenNamespace:
     def stored_as(self, ordinal: int) -> Stored:
         """What has this number."""
         return self.stored[self.ordinals.index(ordinal)]
+
+    @property
+    def roots(self) -> dict[tuple[str, str], bytes]:
+        """Keys of roots that were asked for lately, by salt and LoRA identity."""
+        return dict(self._root_keys)
 
     def looked_up(self, n_blocks: int, n_hit_blocks: int, now_s: float) -> None:
         """A prompt of so many blocks was looked up to use it, and so many of them were found."""
@@ -96,13 +130,18 @@ class OpenNamespace:
         return key
 
 
+def _copy_guess() -> LoadTime:
+    return LoadTime(_FIRST_GUESS_S, _FIRST_GUESS_BYTES_PER_S)
+
+
 class Namespaces:
     """The namespaces of one daemon. Equal descriptions share one entry."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenants: Tenants) -> None:
+        """``tenants`` is told whose each namespace is."""
+        self._tenants = tenants
         self._by_digest: dict[bytes, OpenNamespace] = {}
         self._ordinals: dict[bytes, int] = {}
-        self._tenants: dict[str, int] = {}
         self._digests: list[bytes] = []
         self._by_ordinal: dict[int, OpenNamespace] = {}
         self._noted: dict[bytes, str] = {}
@@ -161,10 +200,11 @@ class Namespaces:
 
     def _described(self, namespace: Namespace, digest: bytes) -> OpenNamespace:
         spec, plain = namespace.spec, namespace.to_dict()
-        tenant = self._tenants.setdefault(namespace.tenant, len(self._tenants))
+        tenant = self._tenants.number(namespace.tenant)
         parts = parts_of(spec)
         if not parts:
             whole = Stored(self.ordinal(digest), digest, spec, json.dumps(plain))
+            self._tenants.owns(tenant, whole.ordinal)
             return OpenNamespace(namespace, digest, spec.block_bytes, whole.ordinal, (whole,), tenant)
         stored = tuple(
             Stored(
@@ -173,6 +213,8 @@ class Namespaces:
             )
             for part in parts
         )  # fmt: skip
+        for each in stored:
+            self._tenants.owns(tenant, each.ordinal)
         rules = tuple(Rule(part.number, part.window_blocks, part.is_state) for part in parts[1:])
         return OpenNamespace(namespace, digest, parts[0].block_bytes, stored[0].ordinal, stored, tenant, parts, rules)
 
@@ -204,6 +246,14 @@ class Namespaces:
         ordinal = self._ordinals.setdefault(digest, len(self._ordinals))
         if ordinal == len(self._digests):
             self._digests.append(digest)
+        return ordinal
+
+    def found(self, digest: bytes, description: str) -> int:
+        """As ``ordinal``, for what has blocks from before; its description, if there is one, says whose they are."""
+        ordinal = self.ordinal(digest)
+        namespace = described(digest, description).namespace
+        if namespace is not None:
+            self._tenants.owns(self._tenants.number(namespace.tenant), ordinal)
         return ordinal
 
     def digest(self, ordinal: int) -> bytes:

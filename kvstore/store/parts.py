@@ -8,6 +8,7 @@ import secrets
 import numpy as np
 
 from kvstore.clock import Clock
+from kvstore.config import PinOptions
 from kvstore.errors import BadInputError
 from kvstore.jobs import Jobs
 from kvstore.lease import ClaimTable, Lease, Pin, Reservation
@@ -15,12 +16,13 @@ from kvstore.metrics import Counters
 from kvstore.prefix_index.block_table import At
 from kvstore.prefix_index.index import Match, PrefixIndex
 from kvstore.room import RoomMaker
-from kvstore.store.clearing import Clearing
+from kvstore.store.clearing import Clearing, LastClear
 from kvstore.store.events import EventLog
 from kvstore.store.hierarchy import Hierarchy, WriteBehind
 from kvstore.store.kinship import Kinship
 from kvstore.store.namespaces import Namespaces
 from kvstore.store.outcome import MISSES
+from kvstore.store.pins import PinQuota
 from kvstore.store.requests import LeaseLimits, Prompt
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme.tier import NvmeTier
@@ -41,17 +43,22 @@ class StoreParts:
         nvme: NvmeTier | None = None,
         write: WriteBehind | None = None,
         skips_generated: bool = False,
+        history_blocks: int = 0,
+        knows_idle: bool = True,
+        pins: PinOptions | None = None,
     ) -> None:
         """``spare_bytes``: see RoomMaker; best the size of a region. Takes in what lies on ``nvme``.
 
-        ``skips_generated``: blocks that hold a generated token are not stored, whoever wants it.
+        ``skips_generated``: blocks that hold a generated token are not stored, whoever wants it. ``history_blocks`` and
+        ``knows_idle``: see ``History.begin``.
         """
         self.skips_generated = skips_generated
         self.index = index
+        index.history.begin(history_blocks, clock.now_s, knows_idle=knows_idle)
         self.dram = dram
         self.clock = clock
         self.limits = limits or LeaseLimits()
-        self.namespaces = Namespaces()
+        self.namespaces = Namespaces(index.tenants)
         self.counters = Counters()
         for name in MISSES.values():
             self.counters.add(name, 0)
@@ -59,6 +66,9 @@ class StoreParts:
         self.kinship = Kinship(index)
         self.reservations: ClaimTable[Reservation] = ClaimTable()
         self.pins: ClaimTable[Pin] = ClaimTable()
+        pins = pins or PinOptions(default_s=self.limits.default_s, max_s=self.limits.max_s)
+        self.pin_limits = LeaseLimits(pins.default_s, pins.max_s)
+        self.pin_quota = PinQuota(index, self.pins, self.counters, pins, dram.capacity_bytes)
         self._room = RoomMaker(index, dram, self.counters, spare_bytes)
         self._ids = itertools.count(secrets.randbits(40) << 20 | 1)
         self.jobs: Jobs = Jobs()
@@ -70,6 +80,8 @@ class StoreParts:
             self.counters.add("recovered_blocks", self.hierarchy.recover(clock.now_s()))
         self._cleared: list[Reservation] = []
         """Reservations that ended by it, until their clients have been told."""
+        self.last_clears: dict[int, LastClear] = {}
+        """By number of the namespace."""
         self.events = EventLog(index)
         self.clearing = Clearing(index, dram, self.hierarchy, self.namespaces, self.jobs, self.counters)
 
@@ -94,10 +106,11 @@ class StoreParts:
             self.index.hints.used(ids, prompt.namespace.ordinal, prompt.hints, now_s, prompt.time_s)
 
     def _pinned(self, session_id: int, tenant: str, ids: At, ttl_s: float) -> Pin:
-        """A pin of these blocks; id 0 if there are none."""
+        """A pin of these blocks; id 0 if there are none. Raises BadInputError beyond the quota."""
         if not len(ids):
             return Pin(0, tenant, 0.0, {}, ids)
         self._check_room_for_claim(session_id, self.pins)
+        self.pin_quota.take(tenant, ids, self.clock.now_s())
         self.index.pin(ids)
         pin = Pin(next(self._ids), tenant, self.clock.now_s() + ttl_s, {session_id: True}, ids)
         self.pins.add(pin)

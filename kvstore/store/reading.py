@@ -22,6 +22,10 @@ class Reading(Hybrids):
     def match(self, prompt: Prompt, max_blocks: int = 0) -> Match:
         """Longest stored prefix, of at most ``max_blocks`` (0: no limit). Pure: changes nothing, pins nothing."""
         self.counters.add("matches")
+        return self.hit(prompt, max_blocks)
+
+    def hit(self, prompt: Prompt, max_blocks: int = 0) -> Match:
+        """As ``match``, but is not counted as one."""
         if prompt.namespace.parts:
             return self.hybrid_match(prompt, max_blocks)
         found = self._found(prompt)
@@ -45,7 +49,7 @@ class Reading(Hybrids):
             return None
         opened = prompt.namespace
         # Of blocks found on disk the tier's word is not needed any more: the prompt proves whose they are.
-        self.index.table.namespace[reach.ids] = opened.ordinal
+        self.index.tenants.move(reach.ids, opened.ordinal)
         return self.hierarchy.onboarder.begin(opened.namespace.tenant, reach.wanted, [Part(opened.ordinal, read_ids)])
 
     def end_load(self, load: Load) -> None:
@@ -61,11 +65,14 @@ class Reading(Hybrids):
         max_blocks: int = 0,
         ttl_s: float = 0.0,
         load: Load | None = None,
+        *,
+        glance: bool = False,
     ) -> Lease:
         """Match, then pin what is in DRAM from ``first_block`` on; counts as an access for the policy.
 
         ``load`` is the one that was waited for, if any. A miss is a lease with id 0 that holds nothing and
-        needs no release.
+        needs no release. So is a ``glance``, which says where blocks are without holding them; there is none at
+        hybrid namespaces, where it is a lease.
         """
         if prompt.namespace.parts:
             return self.hybrid_lease(session_id, prompt, first_block, max_blocks, ttl_s, load)
@@ -89,19 +96,21 @@ class Reading(Hybrids):
         if len(reach.ids):
             self.index.touch(reach.ids, use)
             self._note_use(prompt, reach.ids)
-        if not len(wanted):
-            return Lease(
-                0, prompt.namespace.namespace.tenant, 0.0, {}, wanted, n_blocks, partial_tokens, n_tokens, n_pending
-            )
-        self._check_room_for_claim(session_id, self.leases)
-        self.index.pin(wanted)
-        lease = Lease(
-            next(self._ids), prompt.namespace.namespace.tenant, self.clock.now_s() + ttl_s, {session_id: True},
-            wanted, n_blocks, partial_tokens, n_tokens, n_pending, n_nvme,
-            namespace=prompt.namespace.digest, block_bytes=prompt.namespace.block_bytes,
-        )  # fmt: skip
-        self.leases.add(lease)
-        if self.hierarchy is not None:
+        if glance or not len(wanted):
+            lease = Lease(
+                0, prompt.namespace.namespace.tenant, 0.0, {}, wanted, n_blocks, partial_tokens, n_tokens, n_pending,
+                n_nvme,
+            )  # fmt: skip
+        else:
+            self._check_room_for_claim(session_id, self.leases)
+            self.index.pin(wanted)
+            lease = Lease(
+                next(self._ids), prompt.namespace.namespace.tenant, self.clock.now_s() + ttl_s, {session_id: True},
+                wanted, n_blocks, partial_tokens, n_tokens, n_pending, n_nvme,
+                namespace=prompt.namespace.digest, block_bytes=prompt.namespace.block_bytes,
+            )  # fmt: skip
+            self.leases.add(lease)
+        if self.hierarchy is not None and len(wanted):
             self.hierarchy.offloader.accessed(self.index.admitted(reach.ids, use, NVME))
         return lease
 

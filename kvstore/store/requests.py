@@ -13,6 +13,7 @@ from kvstore.hints import Hints
 from kvstore.prefix_index.policy import Use
 from kvstore.prefix_index.rows import RowPath
 from kvstore.store.namespaces import OpenNamespace
+from kvstore.types import RowKind
 
 
 class Prompt(NamedTuple):
@@ -32,6 +33,8 @@ class Prompt(NamedTuple):
     """The tokens behind so many were generated; None: none was."""
     prompt_only: bool = False
     """The caller wants no blocks stored that hold a generated token."""
+    ahead: bool = False
+    """With ``part``: the blocks that these are parts of will be stored before the commit."""
 
     @property
     def n_prompt_rows(self) -> int:
@@ -50,8 +53,11 @@ class Prompt(NamedTuple):
         n_tokens, opened = self.n_tokens, self.namespace
         n_prompt = n_tokens if self.n_prompt_tokens is None else min(self.n_prompt_tokens, n_tokens)
         n_output = self.hints.output_tokens if self.hints is not None else 0
+        n_behind = n_tokens - n_prompt
+        if opened.namespace.row_kind is RowKind.HASHES and n_behind < opened.namespace.spec.block_tokens:
+            n_behind = 0  # the last hash stands for a short block
         return Use(
-            self.time_s, n_prompt, n_output or n_tokens - n_prompt, self.hints,
+            self.time_s, n_prompt, n_output or n_behind, self.hints,
             opened.ordinal if namespace is None else namespace,
             opened.tenant, opened.namespace.spec.block_tokens, self.category,
         )  # fmt: skip

@@ -16,10 +16,11 @@ from kvstore.jobs import Job
 from kvstore.lease import Claim, Pin
 from kvstore.persist import Persist
 from kvstore.prefix_index.hiding import Hidden
+from kvstore.store.clearing import LastClear
 from kvstore.store.facts import store_stats
-from kvstore.store.family import Families
-from kvstore.store.integrity import check_agreement
+from kvstore.store.integrity import check_agreement, check_held
 from kvstore.store.namespaces import OpenNamespace
+from kvstore.store.overlap import Overlaps
 from kvstore.store.requests import Prompt
 from kvstore.store.writing import Writing
 from kvstore.tiers.dram import Region
@@ -27,14 +28,17 @@ from kvstore.tiers.dram import Region
 EXPIRE_BATCH = 256
 
 
-class Store(Families, Writing):
+class Store(Overlaps, Writing):
     """See the module. Sessions are integers; a session that may write is a tier's writer of that number."""
 
     # Pins -------------------------------------------------------------------------------------------
 
     def pin(self, session_id: int, prompt: Prompt, ttl_s: float = 0.0) -> Pin:
-        """Keep the stored prefix of a prompt from being evicted; id 0 if nothing is stored."""
-        ttl_s = self.limits.ttl_s(ttl_s)
+        """Keep the stored prefix of a prompt from being evicted; id 0 if nothing is stored.
+
+        Raises BadInputError for more than the tenant, or all together, may pin.
+        """
+        ttl_s = self.pin_limits.ttl_s(ttl_s)
         if prompt.namespace.parts:
             return self.hybrid_pin(session_id, prompt, ttl_s)
         ids = self._found(prompt).ids
@@ -46,6 +50,7 @@ class Store(Families, Writing):
         if pin is None or session_id not in pin.holders:
             return False
         if self.pins.drop_holder(pin, session_id):
+            self.pin_quota.give_back(pin.tenant, pin.ids)
             self.index.unpin(pin.ids)
         return True
 
@@ -112,7 +117,10 @@ class Store(Families, Writing):
                     reservation.holders[session_id] = False
                 self._quarantine(reservation)
                 self._cleared.append(reservation)
-        return self.clearing.begin(namespaces)
+        hidden = self.clearing.begin(namespaces)
+        now_s = self.clock.now_s()
+        self.last_clears |= {number: LastClear(now_s, each.n_blocks) for number, each in hidden.items()}
+        return hidden
 
     # NVMe -------------------------------------------------------------------------------------------
 
@@ -215,15 +223,18 @@ class Store(Families, Writing):
 
     def stats(self) -> tuple[dict[str, float], dict[str, str]]:
         """Counters and gauges, and facts in words, flat, by name."""
-        return store_stats(
+        numbers, texts = store_stats(
             self.counters, self.index, self.dram, self.hierarchy, self.leases, self.reservations, self.pins,
             len(self.namespaces),
         )  # fmt: skip
+        return numbers | self.pin_quota.stats() | {"tenants": float(self.index.tenants.n_with_blocks)}, texts
 
     def check(self) -> None:
         """Verify index and tier, and that they and the claims agree; raises IntegrityError. Slow."""
         self.index.check()
         self.dram.check()
+        self.pin_quota.check()
+        check_held(self.index, self.reservations)
         if self.hierarchy is not None:
             self.hierarchy.nvme.check()
         check_agreement(

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError, EndedError
 from kvstore.lease import Reservation
-from kvstore.prefix_index.block_table import NVME, Ids
+from kvstore.prefix_index.block_table import DRAM, NO_PARENT, NVME, Ids
+from kvstore.prefix_index.history import Left
 from kvstore.prefix_index.index import Inserted, MissingParent
+from kvstore.prefix_index.policy import Newcomers
+from kvstore.prefix_index.rivals import Rivals
 from kvstore.room import PendingReclaim
 from kvstore.store.hybrid import Hybrids
 from kvstore.store.requests import Commit, Prompt
+from kvstore.store.unstored import note_unstored
 from kvstore.types import SLOT_BITS
 
 
@@ -55,19 +60,21 @@ class Writing(Hybrids):
             prefix, n_present = self._part_place(prompt, first_block, n_blocks)
             n_rows = len(prefix)
         n_missing, reason = self._without_generated(prompt, first_block + n_present, n_blocks - n_present)
-        if prompt.part and n_rows >= first_block and n_missing > (left := n_rows - first_block - n_present):
+        unstored = Left.GENERATED if reason else None
+        end_row = path.n_rows if prompt.part and prompt.ahead else n_rows
+        if prompt.part and end_row >= first_block and n_missing > (left := end_row - first_block - n_present):
             reason = f"the blocks that these are parts of are stored up to {n_rows}: store part 0 first"
             self.counters.add("skipped_blocks", n_missing - left)
-            n_missing = left
-        if n_rows < first_block:
+            n_missing, unstored = left, None
+        if end_row < first_block:
             reason = f"the blocks before are not stored: {len(prefix)} of {first_block} are"
-            n_missing = 0
+            n_missing, unstored = 0, None
             self.counters.add("skipped_blocks", n_blocks)
         slot_bytes = self.dram.slot_bytes(stored.block_bytes)
         fitting = self.dram.capacity_bytes // slot_bytes
         if n_missing > fitting:
             # Nobody's blocks go for what can't be stored anyway.
-            reason = f"the DRAM tier has room for {fitting} blocks of this size at most"
+            reason, unstored = f"the DRAM tier has room for {fitting} blocks of this size at most", Left.NO_ROOM
             self.counters.add("skipped_blocks", n_missing - fitting)
             n_missing = fitting
         # An ancestor that is on NVMe may leave DRAM meanwhile: a prompt can be longer than DRAM.
@@ -79,8 +86,10 @@ class Writing(Hybrids):
             root_key=prompt.root_key, path=path,
             slot_bytes=slot_bytes, block_bytes=stored.block_bytes,
             first_block=first_block, n_present=n_present, n_wanted=n_missing, prefix_ids=held, skipped_reason=reason,
-            use=prompt.use(stored.ordinal), part=prompt.part, root=prompt.root,
+            use=prompt.use(stored.ordinal), part=prompt.part, root=prompt.root, unstored=unstored,
         )  # fmt: skip
+        if self.index.policy.weighs and self.hierarchy is None and not prompt.part:
+            reservation.rivals = partial(self._rivals, reservation)
         self.reservations.add(reservation)
         # What is there is stored again, although it is not written again and whatever becomes of the rest. A part that
         # is missing counts too: the block that it is of is there, and no commit of parts notes anything of blocks.
@@ -128,19 +137,23 @@ class Writing(Hybrids):
         if self.reservations.get(reservation.id) is not reservation:
             return reservation  # its session went away while blocks were moved
         if reservation.n_wanted and not reservation.ended:
-            reservation.slots = self.dram.allocate(
-                reservation.writer, reservation.tenant, reservation.slot_bytes, reservation.n_wanted
-            )
+            reservation.slots = self._room.allocate(reservation)
+            self._hold(reservation, len(reservation.slots))
+        reservation.rivals = None
+        if reservation.n_declined and not reservation.skipped_reason:
+            reservation.skipped_reason = "they would be the first to go: what is stored is worth more"
         skipped = reservation.n_wanted - len(reservation.slots)
         if skipped and not reservation.skipped_reason:
             reservation.skipped_reason = (
                 "the reservation ended while room was made"
                 if reservation.ended
-                else "the DRAM tier is full of blocks in use"
+                else self._room.why_short(reservation, skipped)
             )
         if skipped:
             self.counters.add("skipped_blocks", skipped)
+            reservation.unstored = Left.UNCOMMITTED if reservation.ended else Left.NO_ROOM
         if not len(reservation.slots):
+            self._note_unstored(reservation, 0)
             self._drop_reservation(reservation, reservation.owner)
         return reservation
 
@@ -154,6 +167,7 @@ class Writing(Hybrids):
         if reservation is None or session_id not in reservation.holders:
             raise EndedError(f"reservation {reservation_id} is unknown or has ended: reserve and write again")
         if not reservation.right_of(session_id, self.clock.now_s()):
+            self._note_uncommitted(reservation)
             self._drop_reservation(reservation, session_id)
             raise EndedError(f"reservation {reservation_id} ended before the commit: nothing was stored, write again")
         if not 0 <= n_blocks <= len(reservation.slots):
@@ -188,6 +202,8 @@ class Writing(Hybrids):
                 reservation.namespace, reservation.root, reservation.path, first_row, inserted.ids, inserted.is_new
             )
             self._note_stored(reservation, whole_path, inserted)
+        if n_blocks == len(reservation.slots):
+            self._note_unstored(reservation, n_blocks)
         reservation.slots = np.concatenate([slots[~inserted.is_new], reservation.slots[n_blocks:]])
         self._drop_reservation(reservation, session_id)
         n_duplicate = int(len(slots) - len(fresh))
@@ -210,6 +226,26 @@ class Writing(Hybrids):
         hints.stored(path, is_new, namespace.ordinal, reservation.use.hints, now_s, reservation.use.now_s)
         if not reservation.part and (inserted is None or not reservation.n_present):  # once a request
             self.counters.add("hinted_requests", reservation.use.hints is not None)
+
+    def _note_unstored(self, reservation: Reservation, n_stored: int) -> None:
+        """It has ended with so many blocks stored: remember why those behind them are not, if they were to be."""
+        if reservation.unstored is not None:
+            row = reservation.first_block + reservation.n_present + n_stored
+            note_unstored(self.index, reservation, row, reservation.unstored)
+
+    def _note_uncommitted(self, reservation: Reservation) -> None:
+        """Its right has ended before it was committed."""
+        first_row = reservation.first_block + reservation.n_present
+        note_unstored(self.index, reservation, first_row, Left.UNCOMMITTED)
+
+    def _rivals(self, reservation: Reservation) -> Rivals:
+        """What it is to store, as candidates for eviction."""
+        above = reservation.prefix_ids
+        first_row, n = reservation.first_block + reservation.n_present, reservation.n_wanted
+        parent = int(above[-1]) if len(above) else NO_PARENT
+        parent_key = self.index.table.key[parent].tobytes() if len(above) else reservation.root_key
+        keys = reservation.path.chain(parent_key, first_row, first_row + n)
+        return Rivals(self.index.policy, Newcomers(keys, parent, reservation.use))
 
     def _insert(self, reservation: Reservation, first_row: int, slots: NDArray[np.int64]) -> Inserted:
         if reservation.part:
@@ -245,10 +281,19 @@ class Writing(Hybrids):
 
     def _quarantine(self, reservation: Reservation) -> None:
         if not reservation.quarantined and len(reservation.slots):
+            self._note_uncommitted(reservation)
             self.dram.quarantine(reservation.slots)
             reservation.quarantined = True
 
+    def _hold(self, reservation: Reservation, n_slots: int) -> None:
+        """So many slots are its tenant's, in place of those before."""
+        tenants = self.index.tenants
+        n_bytes = (n_slots - reservation.n_held) * reservation.slot_bytes
+        tenants.hold(tenants.number(reservation.tenant), DRAM, n_bytes)
+        reservation.n_held = n_slots
+
     def _drop_reservation(self, reservation: Reservation, session_id: int) -> None:
+        self._hold(reservation, 0)
         if len(reservation.slots):
             self.dram.free(reservation.slots)
         self.index.unpin(reservation.prefix_ids)

@@ -75,6 +75,9 @@ class Method(IntEnum):
     VERIFY = 27
     LEASE_SHARD = 30
     END_SESSION = 31
+    OVERLAP = 34
+    TENANTS = 35
+    EXPLAIN = 36
 
 
 REQUESTS: dict[int, type[Message]] = {
@@ -103,16 +106,22 @@ REQUESTS: dict[int, type[Message]] = {
     Method.CLEAR: pb.ClearRequest,
     Method.INSPECT: pb.InspectRequest,
     Method.CLAIMS: pb.ClaimsRequest,
+    Method.TENANTS: pb.TenantsRequest,
     Method.WATCH: pb.WatchRequest,
     Method.VERIFY: pb.VerifyRequest,
     Method.LEASE_SHARD: pb.LeaseShardRequest,
     Method.END_SESSION: pb.EndSessionRequest,
+    Method.OVERLAP: pb.OverlapRequest,
+    Method.EXPLAIN: pb.ExplainRequest,
 }
 
 PROMPTS = frozenset(
-    {Method.MATCH, Method.LEASE, Method.RESERVE, Method.PIN, Method.PREFETCH, Method.PERSIST, Method.INSPECT}
-)
-"""Requests that carry a prompt."""
+    {
+        Method.MATCH, Method.LEASE, Method.RESERVE, Method.PIN, Method.PREFETCH, Method.PERSIST, Method.INSPECT,
+        Method.OVERLAP, Method.EXPLAIN,
+    }
+)  # fmt: skip
+"""Requests that carry prompts."""
 
 REPLIES: dict[int, type[Message]] = {
     Method.HELLO: pb.HelloReply,
@@ -139,10 +148,13 @@ REPLIES: dict[int, type[Message]] = {
     Method.CLEAR: pb.ClearReply,
     Method.INSPECT: pb.InspectReply,
     Method.CLAIMS: pb.ClaimsReply,
+    Method.TENANTS: pb.TenantsReply,
     Method.WATCH: pb.WatchReply,
     Method.VERIFY: pb.VerifyReply,
     Method.LEASE_SHARD: pb.LeaseReply,
     Method.END_SESSION: pb.EndSessionReply,
+    Method.OVERLAP: pb.OverlapReply,
+    Method.EXPLAIN: pb.ExplainReply,
 }
 
 

@@ -148,7 +148,7 @@ class Hints(_message.Message):
     def __init__(self, request_type: _Optional[str] = ..., turn: _Optional[int] = ..., session_id: _Optional[str] = ..., expected_reuse: _Optional[float] = ..., ttl_s: _Optional[float] = ..., priority: _Optional[int] = ..., no_reuse: bool = ..., output_tokens: _Optional[int] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("namespace", "rows", "salt", "lora", "extras", "policy_time_s", "category", "hints", "shards", "n_prompt_tokens", "prompt_only", "part")
+    __slots__ = ("namespace", "rows", "salt", "lora", "extras", "policy_time_s", "category", "hints", "shards", "n_prompt_tokens", "prompt_only", "part", "ahead")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +161,7 @@ class Prompt(_message.Message):
     N_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ONLY_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     rows: bytes
     salt: str
@@ -173,7 +174,8 @@ class Prompt(_message.Message):
     n_prompt_tokens: int
     prompt_only: bool
     part: int
-    def __init__(self, namespace: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., salt: _Optional[str] = ..., lora: _Optional[str] = ..., extras: _Optional[_Iterable[_Union[Extra, _Mapping]]] = ..., policy_time_s: _Optional[float] = ..., category: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ..., shards: _Optional[bytes] = ..., n_prompt_tokens: _Optional[int] = ..., prompt_only: bool = ..., part: _Optional[int] = ...) -> None: ...
+    ahead: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., salt: _Optional[str] = ..., lora: _Optional[str] = ..., extras: _Optional[_Iterable[_Union[Extra, _Mapping]]] = ..., policy_time_s: _Optional[float] = ..., category: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ..., shards: _Optional[bytes] = ..., n_prompt_tokens: _Optional[int] = ..., prompt_only: bool = ..., part: _Optional[int] = ..., ahead: bool = ...) -> None: ...
 
 class MatchRequest(_message.Message):
     __slots__ = ("prompt",)
@@ -194,6 +196,26 @@ class MatchReply(_message.Message):
     n_dram_blocks: int
     part_blocks: bytes
     def __init__(self, n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., n_tokens: _Optional[int] = ..., n_dram_blocks: _Optional[int] = ..., part_blocks: _Optional[bytes] = ...) -> None: ...
+
+class OverlapRequest(_message.Message):
+    __slots__ = ("prompts",)
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    prompts: _containers.RepeatedCompositeFieldContainer[Prompt]
+    def __init__(self, prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ...) -> None: ...
+
+class OverlapReply(_message.Message):
+    __slots__ = ("n_tokens", "n_dram_tokens", "n_loading_tokens", "load_s", "load_error")
+    N_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    N_DRAM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    N_LOADING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_ERROR_FIELD_NUMBER: _ClassVar[int]
+    n_tokens: bytes
+    n_dram_tokens: bytes
+    n_loading_tokens: bytes
+    load_s: bytes
+    load_error: bytes
+    def __init__(self, n_tokens: _Optional[bytes] = ..., n_dram_tokens: _Optional[bytes] = ..., n_loading_tokens: _Optional[bytes] = ..., load_s: _Optional[bytes] = ..., load_error: _Optional[bytes] = ...) -> None: ...
 
 class RegionLayout(_message.Message):
     __slots__ = ("id", "slot_bytes", "generation_base")
@@ -226,21 +248,29 @@ class PartSlots(_message.Message):
     def __init__(self, part: _Optional[int] = ..., first_block: _Optional[int] = ..., slots: _Optional[_Union[Slots, _Mapping]] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("prompt", "max_blocks", "first_block", "ttl_s", "wait_s")
+    __slots__ = ("prompt", "max_blocks", "first_block", "ttl_s", "wait_s", "glance", "copied_bytes", "copied_s", "copied_after_read")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    GLANCE_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COPIED_S_FIELD_NUMBER: _ClassVar[int]
+    COPIED_AFTER_READ_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
     max_blocks: int
     first_block: int
     ttl_s: float
     wait_s: float
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., max_blocks: _Optional[int] = ..., first_block: _Optional[int] = ..., ttl_s: _Optional[float] = ..., wait_s: _Optional[float] = ...) -> None: ...
+    glance: bool
+    copied_bytes: int
+    copied_s: float
+    copied_after_read: bool
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., max_blocks: _Optional[int] = ..., first_block: _Optional[int] = ..., ttl_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., glance: bool = ..., copied_bytes: _Optional[int] = ..., copied_s: _Optional[float] = ..., copied_after_read: bool = ...) -> None: ...
 
 class LeaseReply(_message.Message):
-    __slots__ = ("lease_id", "ttl_s", "n_blocks", "partial_tokens", "n_tokens", "slots", "n_pending", "eta_s", "n_nvme", "first_block", "parts")
+    __slots__ = ("lease_id", "ttl_s", "n_blocks", "partial_tokens", "n_tokens", "slots", "n_pending", "eta_s", "n_nvme", "first_block", "waited_s", "parts")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     N_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +281,7 @@ class LeaseReply(_message.Message):
     ETA_S_FIELD_NUMBER: _ClassVar[int]
     N_NVME_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     ttl_s: float
@@ -262,8 +293,9 @@ class LeaseReply(_message.Message):
     eta_s: float
     n_nvme: int
     first_block: int
+    waited_s: float
     parts: _containers.RepeatedCompositeFieldContainer[PartSlots]
-    def __init__(self, lease_id: _Optional[int] = ..., ttl_s: _Optional[float] = ..., n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., n_tokens: _Optional[int] = ..., slots: _Optional[_Union[Slots, _Mapping]] = ..., n_pending: _Optional[int] = ..., eta_s: _Optional[float] = ..., n_nvme: _Optional[int] = ..., first_block: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PartSlots, _Mapping]]] = ...) -> None: ...
+    def __init__(self, lease_id: _Optional[int] = ..., ttl_s: _Optional[float] = ..., n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., n_tokens: _Optional[int] = ..., slots: _Optional[_Union[Slots, _Mapping]] = ..., n_pending: _Optional[int] = ..., eta_s: _Optional[float] = ..., n_nvme: _Optional[int] = ..., first_block: _Optional[int] = ..., waited_s: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[PartSlots, _Mapping]]] = ...) -> None: ...
 
 class AttachLeaseRequest(_message.Message):
     __slots__ = ("lease_id", "shards", "namespace", "block_bytes")
@@ -675,6 +707,100 @@ class InspectReply(_message.Message):
     hints_json: str
     def __init__(self, n_rows: _Optional[int] = ..., n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., keys: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., hits: _Optional[bytes] = ..., idle_s: _Optional[bytes] = ..., pins: _Optional[bytes] = ..., ends: _Optional[str] = ..., differs_at_token: _Optional[int] = ..., hints_json: _Optional[str] = ...) -> None: ...
 
+class ExplainRequest(_message.Message):
+    __slots__ = ("prompt",)
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    prompt: Prompt
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ...) -> None: ...
+
+class NearNamespace(_message.Message):
+    __slots__ = ("digest", "differences", "n_matching", "n_blocks")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    N_MATCHING_FIELD_NUMBER: _ClassVar[int]
+    N_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    differences: _containers.RepeatedScalarFieldContainer[str]
+    n_matching: int
+    n_blocks: int
+    def __init__(self, digest: _Optional[bytes] = ..., differences: _Optional[_Iterable[str]] = ..., n_matching: _Optional[int] = ..., n_blocks: _Optional[int] = ...) -> None: ...
+
+class NearRoot(_message.Message):
+    __slots__ = ("salt_differs", "lora_differs", "lora", "n_matching")
+    SALT_DIFFERS_FIELD_NUMBER: _ClassVar[int]
+    LORA_DIFFERS_FIELD_NUMBER: _ClassVar[int]
+    LORA_FIELD_NUMBER: _ClassVar[int]
+    N_MATCHING_FIELD_NUMBER: _ClassVar[int]
+    salt_differs: bool
+    lora_differs: bool
+    lora: str
+    n_matching: int
+    def __init__(self, salt_differs: bool = ..., lora_differs: bool = ..., lora: _Optional[str] = ..., n_matching: _Optional[int] = ...) -> None: ...
+
+class MissingBlocks(_message.Message):
+    __slots__ = ("reason", "n")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    n: int
+    def __init__(self, reason: _Optional[str] = ..., n: _Optional[int] = ...) -> None: ...
+
+class ExplainReply(_message.Message):
+    __slots__ = ("n_rows", "n_blocks", "partial_tokens", "n_dram_blocks", "n_nvme_blocks", "block", "reason", "lines", "advice", "tier", "policy", "left_ago_s", "unused_s", "unwritten", "groups", "missing", "differs_at_token", "here_token", "stored_token", "content", "namespaces", "roots", "remembered_s", "forgot", "cleared_ago_s", "n_cleared_blocks")
+    N_ROWS_FIELD_NUMBER: _ClassVar[int]
+    N_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    N_DRAM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    N_NVME_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    ADVICE_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    LEFT_AGO_S_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_S_FIELD_NUMBER: _ClassVar[int]
+    UNWRITTEN_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    DIFFERS_AT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    HERE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    STORED_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    ROOTS_FIELD_NUMBER: _ClassVar[int]
+    REMEMBERED_S_FIELD_NUMBER: _ClassVar[int]
+    FORGOT_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_AGO_S_FIELD_NUMBER: _ClassVar[int]
+    N_CLEARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    n_rows: int
+    n_blocks: int
+    partial_tokens: int
+    n_dram_blocks: int
+    n_nvme_blocks: int
+    block: int
+    reason: str
+    lines: _containers.RepeatedScalarFieldContainer[str]
+    advice: _containers.RepeatedScalarFieldContainer[str]
+    tier: str
+    policy: str
+    left_ago_s: float
+    unused_s: float
+    unwritten: str
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    missing: _containers.RepeatedCompositeFieldContainer[MissingBlocks]
+    differs_at_token: int
+    here_token: int
+    stored_token: int
+    content: str
+    namespaces: _containers.RepeatedCompositeFieldContainer[NearNamespace]
+    roots: _containers.RepeatedCompositeFieldContainer[NearRoot]
+    remembered_s: float
+    forgot: bool
+    cleared_ago_s: float
+    n_cleared_blocks: int
+    def __init__(self, n_rows: _Optional[int] = ..., n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., n_dram_blocks: _Optional[int] = ..., n_nvme_blocks: _Optional[int] = ..., block: _Optional[int] = ..., reason: _Optional[str] = ..., lines: _Optional[_Iterable[str]] = ..., advice: _Optional[_Iterable[str]] = ..., tier: _Optional[str] = ..., policy: _Optional[str] = ..., left_ago_s: _Optional[float] = ..., unused_s: _Optional[float] = ..., unwritten: _Optional[str] = ..., groups: _Optional[_Iterable[int]] = ..., missing: _Optional[_Iterable[_Union[MissingBlocks, _Mapping]]] = ..., differs_at_token: _Optional[int] = ..., here_token: _Optional[int] = ..., stored_token: _Optional[int] = ..., content: _Optional[str] = ..., namespaces: _Optional[_Iterable[_Union[NearNamespace, _Mapping]]] = ..., roots: _Optional[_Iterable[_Union[NearRoot, _Mapping]]] = ..., remembered_s: _Optional[float] = ..., forgot: bool = ..., cleared_ago_s: _Optional[float] = ..., n_cleared_blocks: _Optional[int] = ...) -> None: ...
+
 class ClaimsRequest(_message.Message):
     __slots__ = ("all_tenants",)
     ALL_TENANTS_FIELD_NUMBER: _ClassVar[int]
@@ -724,6 +850,56 @@ class ClaimsReply(_message.Message):
     claims: _containers.RepeatedCompositeFieldContainer[ClaimInfo]
     truncated: bool
     def __init__(self, sessions: _Optional[_Iterable[_Union[SessionInfo, _Mapping]]] = ..., claims: _Optional[_Iterable[_Union[ClaimInfo, _Mapping]]] = ..., truncated: bool = ...) -> None: ...
+
+class TenantsRequest(_message.Message):
+    __slots__ = ("all_tenants",)
+    ALL_TENANTS_FIELD_NUMBER: _ClassVar[int]
+    all_tenants: bool
+    def __init__(self, all_tenants: bool = ...) -> None: ...
+
+class TenantTier(_message.Message):
+    __slots__ = ("tier", "used_bytes", "share_bytes", "min_bytes", "max_bytes", "n_evicted", "n_suffered", "n_caused")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MIN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    N_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    N_SUFFERED_FIELD_NUMBER: _ClassVar[int]
+    N_CAUSED_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    used_bytes: int
+    share_bytes: int
+    min_bytes: int
+    max_bytes: int
+    n_evicted: int
+    n_suffered: int
+    n_caused: int
+    def __init__(self, tier: _Optional[str] = ..., used_bytes: _Optional[int] = ..., share_bytes: _Optional[int] = ..., min_bytes: _Optional[int] = ..., max_bytes: _Optional[int] = ..., n_evicted: _Optional[int] = ..., n_suffered: _Optional[int] = ..., n_caused: _Optional[int] = ...) -> None: ...
+
+class TenantInfo(_message.Message):
+    __slots__ = ("tenant", "weight", "tiers", "pinned_bytes", "pin_max_bytes", "n_pins")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PIN_MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    N_PINS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    weight: float
+    tiers: _containers.RepeatedCompositeFieldContainer[TenantTier]
+    pinned_bytes: int
+    pin_max_bytes: int
+    n_pins: int
+    def __init__(self, tenant: _Optional[str] = ..., weight: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TenantTier, _Mapping]]] = ..., pinned_bytes: _Optional[int] = ..., pin_max_bytes: _Optional[int] = ..., n_pins: _Optional[int] = ...) -> None: ...
+
+class TenantsReply(_message.Message):
+    __slots__ = ("tenants", "truncated")
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantInfo]
+    truncated: bool
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantInfo, _Mapping]]] = ..., truncated: bool = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("after_seq", "from_now", "wait_s", "max_events", "all_tenants", "filter", "kinds")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.prefix_index.policies.hazard_ages import Ints
-from kvstore.prefix_index.policies.hazard_features import N_FEATURES
 from kvstore.prefix_index.policies.hazard_model import Episodes
 from kvstore.prefix_index.policies.hazard_runs import Runs
 
@@ -18,26 +16,24 @@ class EpisodeLog:
 
     def __init__(self) -> None:
         self._strata = np.zeros(N_EPISODES, np.uint8)
-        self._features = np.zeros((N_EPISODES, N_FEATURES), np.uint8)
+        self._features = np.zeros(N_EPISODES, np.uint64)
         self._ages_s = np.zeros(N_EPISODES)
         self._blocks = np.zeros(N_EPISODES, np.uint32)
         self._hits = np.zeros(N_EPISODES, np.bool_)
+        columns = (self._strata, self._features, self._ages_s, self._blocks, self._hits)
+        self._cells = tuple(column.data for column in columns)
         self._n = 0
 
-    def add(self, runs: Runs, at: Ints, n_blocks: Ints, now_s: float, *, hit: bool) -> None:
-        """So many blocks of these runs were used now (``hit``), or will not be watched any longer."""
-        which = runs.counts[at]
-        if not which.all():
-            at, n_blocks = at[which], n_blocks[which]
-        if len(at) > N_EPISODES:
-            at, n_blocks = at[-N_EPISODES:], n_blocks[-N_EPISODES:]
-        to = np.arange(self._n, self._n + len(at)) % N_EPISODES
-        self._strata[to] = runs.strata[at]
-        self._features[to] = runs.features[at]
-        self._ages_s[to] = np.maximum(now_s - runs.used_s[at], 0.0)
-        self._blocks[to] = n_blocks
-        self._hits[to] = hit
-        self._n += len(at)
+    def add(self, runs: Runs, run: int, n_blocks: int, now_s: float, *, hit: bool) -> None:
+        """So many blocks of this run were used now (``hit``), or will not be watched any longer."""
+        cells = runs.cells
+        if not cells.counts[run]:
+            return
+        at = self._n % N_EPISODES
+        self._n += 1
+        strata, features, ages_s, blocks, hits = self._cells
+        strata[at], features[at], blocks[at], hits[at] = cells.strata[run], cells.features[run], n_blocks, hit
+        ages_s[at] = max(now_s - cells.used_s[run], 0.0)
 
     def with_runs(self, runs: Runs, now_s: float) -> Episodes:
         """All episodes, and the runs that have not ended as they stand now."""

@@ -16,24 +16,31 @@ from kvstore.prefix_index.policies.hazard_ages import (
     age_buckets,
     time_within,
 )
-from kvstore.prefix_index.policies.hazard_features import N_FEATURES, N_STRATA, N_VALUES, OFFSETS
+from kvstore.prefix_index.policies.hazard_features import (
+    N_FEATURES,
+    N_STRATA,
+    N_VALUES,
+    OFFSETS,
+    Packed,
+    unpacked,
+)
 
-_START_RATE, _START_AGE_S = 0.3, 60.0
+_START_RATE, _START_AGE_S = 0.3, 30.0
 _FALL_OF_RATE = 1.5
-_POOLED_STRENGTH, _STRATUM_STRENGTH, _BETA_STRENGTH = 10.0, 20.0, 200.0
+_POOLED_STRENGTH, _STRATUM_STRENGTH, _BETA_STRENGTH = 10.0, 20.0, 50.0
 _SWEEPS, _DAMPING, _BETA_MOST = 4, 0.9, 3.0
 _N_BETAS = N_FEATURES * N_VALUES
-_BLOCKS_OF_RUN = 8.0
+_BLOCKS_OF_RUN = 25.0
 
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """What became of runs of blocks, n of them: their stratum uint8 [n], features uint8 [n, N_FEATURES], age in seconds
-    at the end float64 [n], blocks float64 [n], and whether they were used then, bool [n]; else they were only seen
-    until then, which says that they had not been used by that age."""
+    """What became of runs of blocks, n of them: their stratum uint8 [n], packed features uint64 [n], age in seconds at
+    the end float64 [n], blocks float64 [n], and whether they were used then, bool [n]; else they were only seen until
+    then, which says that they had not been used by that age."""
 
     strata: NDArray[np.uint8]
-    features: NDArray[np.uint8]
+    features: Packed
     ages_s: Floats
     blocks: Floats
     hits: NDArray[np.bool_]
@@ -54,9 +61,16 @@ class Model:
     betas: Floats
     split: int
 
-    def thetas(self, features: Ints) -> Floats:
-        """Sums of betas, float64 [2, n]."""
-        sums: Floats = self.betas[:, features].sum(axis=2)
+    def thetas(self, features: Packed) -> tuple[Floats, Floats]:
+        """Sums of betas, two of float64 [n]."""
+        sums = self.sums(unpacked(features))
+        return sums[0], sums[1]
+
+    def sums(self, places: Ints) -> Floats:
+        """The same, float64 [2, n], of ``unpacked`` features."""
+        sums: Floats = np.zeros((2, len(places)))
+        for feature in range(N_FEATURES):
+            sums += self.betas[:, places[:, feature]]
         return sums
 
 
@@ -70,7 +84,7 @@ def fit(before: Model, seen: Episodes) -> Model:
     """The model after ``seen``, beginning from ``before``. Pure; its time grows with the episodes."""
     if not len(seen) or not seen.hits.any():
         return before
-    strata, features = seen.strata.astype(np.int64), seen.features.astype(np.int64)
+    strata, features = seen.strata.astype(np.int64), unpacked(seen.features)
     # Blocks of a run share its fate: how many they are says how much it matters, not how much is known.
     weights = seen.blocks * (_BLOCKS_OF_RUN * len(seen) / seen.blocks.sum())
     buckets = age_buckets(seen.ages_s)
@@ -85,7 +99,7 @@ def fit(before: Model, seen: Episodes) -> Model:
     betas = before.betas.copy()
     model = Model(before.rates, betas, split)
     for _ in range(_SWEEPS):
-        thetas = model.thetas(features)
+        thetas = model.sums(features)
         exposure = np.where(
             np.arange(N_AGES) <= split,
             _exposure(cells, within_s, weights * np.exp(thetas[0])),
@@ -139,6 +153,8 @@ def _fit_betas(betas: Floats, thetas: Floats, base: Floats, features: Ints, obse
     """One pass over all features, each in view of those before it."""
     for feature in range(N_FEATURES):
         values = features[:, feature] - OFFSETS[feature]
+        if (values == values[0]).all():
+            continue  # it tells nobody apart
         span = slice(OFFSETS[feature], OFFSETS[feature] + N_VALUES)
         for part in range(2):
             expected = np.bincount(values, base[part] * np.exp(thetas[part]), N_VALUES)

@@ -30,7 +30,7 @@ def pack_request(before: Model, seen: Episodes) -> bytes:
     """A model and the episodes to learn from."""
     parts: Arrays = {
         **_model_arrays(before),
-        "strata": seen.strata.astype("|u1"), "features": seen.features.astype("|u1"),
+        "strata": seen.strata.astype("|u1"), "features": seen.features.astype("<u8"),
         "ages_s": seen.ages_s.astype("<f8"), "blocks": seen.blocks.astype("<f8"), "hits": seen.hits.astype("|b1"),
     }  # fmt: skip
     return _pack(parts, {"episodes": len(seen)})
@@ -43,12 +43,12 @@ def unpack_request(data: bytes) -> tuple[Model, Episodes]:
     if not isinstance(n, int) or n < 0:
         raise ParcelError(f"a parcel says that it has {n!r} episodes")
     shapes: Shapes = {
-        **_MODEL, "strata": ("|u1", (n,)), "features": ("|u1", (n, N_FEATURES)), "ages_s": ("<f8", (n,)),
+        **_MODEL, "strata": ("|u1", (n,)), "features": ("<u8", (n,)), "ages_s": ("<f8", (n,)),
         "blocks": ("<f8", (n,)), "hits": ("|b1", (n,)),
     }  # fmt: skip
     got = _arrays(body, shapes)
     seen = Episodes(
-        got["strata"].astype(np.uint8), got["features"].astype(np.uint8), got["ages_s"].astype(np.float64),
+        got["strata"].astype(np.uint8), got["features"].astype(np.uint64), got["ages_s"].astype(np.float64),
         got["blocks"].astype(np.float64), got["hits"].astype(np.bool_),
     )  # fmt: skip
     return _model(got), seen

@@ -43,6 +43,10 @@ class Learner(Protocol):
         """What was made since the last call, or None."""
         ...
 
+    def close(self) -> None:
+        """Nothing is made any more, and nothing of it is left. Blocks for as long as a process takes to be killed."""
+        ...
+
 
 class RefitHere:
     """At once, in the caller's thread: for replays and tests, where equal calls must give equal results."""
@@ -60,6 +64,9 @@ class RefitHere:
         learnt, self._learnt = self._learnt, None
         return learnt
 
+    def close(self) -> None:
+        """There is nothing to end."""
+
 
 class RefitInChild:
     """Each time in a fresh process of low priority, fed and read by a thread that only waits.
@@ -75,6 +82,8 @@ class RefitInChild:
         self._lock = threading.Lock()
         self._learnt: Learnt | None = None
         self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
         self._rests_until_s = 0.0
         self.n_made = 0
         self.n_failed = 0
@@ -82,7 +91,7 @@ class RefitInChild:
     @property
     def is_free(self) -> bool:
         is_idle = self._thread is None or not self._thread.is_alive()
-        return is_idle and time.monotonic() >= self._rests_until_s
+        return is_idle and not self._closed and time.monotonic() >= self._rests_until_s
 
     def begin(self, before: Model, seen: Episodes) -> None:
         self._thread = threading.Thread(target=self._run, args=(before, seen), name="kvstore-refit", daemon=True)
@@ -101,11 +110,21 @@ class RefitInChild:
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
 
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()
+        if self._thread is not None:
+            self._thread.join()
+
     def _run(self, before: Model, seen: Episodes) -> None:
         began_s = time.monotonic()
         try:
             learnt = unpack_answer(self._ask(pack_request(before, seen)))
         except (OSError, subprocess.SubprocessError, ParcelError) as error:
+            if self._closed:
+                return
             self.n_failed += 1
             log.warning(
                 "the eviction model was not brought up to date, the old one stays: %s", error,
@@ -121,8 +140,20 @@ class RefitInChild:
     def _ask(self, request: bytes) -> bytes:
         root = str(Path(kvstore.__file__).resolve().parent.parent)
         path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
-        done = subprocess.run(  # noqa: S603 - its own program
-            self._command, input=request, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=self._timeout_s,
-            check=True, start_new_session=True, env={**os.environ, "PYTHONPATH": path},
-        )  # fmt: skip
-        return done.stdout
+        with self._lock:
+            if self._closed:
+                raise subprocess.SubprocessError("closed")
+            process = self._process = subprocess.Popen(  # noqa: S603 - its own program
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                start_new_session=True, env={**os.environ, "PYTHONPATH": path},
+            )  # fmt: skip
+        with process:
+            try:
+                answer, _ = process.communicate(request, self._timeout_s)
+            finally:
+                process.kill()
+        with self._lock:
+            self._process = None
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, self._command)
+        return answer

@@ -26,14 +26,21 @@ class WorthTable:
     logs: NDArray[np.float32]
     split: int
 
-    def look_up(self, strata: Ints, thetas: Floats, buckets: Ints) -> Floats:
-        """Logarithm of the worth of n runs of blocks; ``thetas`` is [2, n]. What lies between steps, or beyond the
-        last, counts as a factor."""
-        steps = np.clip(np.rint(thetas / _STEP), -_HALF, _HALF)
-        rest = thetas - steps * _STEP
-        at = steps.astype(np.int64) + _HALF
-        logs: Floats = self.logs[strata, at[0], at[1], buckets] + np.where(buckets <= self.split, rest[0], rest[1])
+    def look_up(self, strata: NDArray[np.uint8], young: Floats, old: Floats, buckets: Ints) -> Floats:
+        """Logarithm of the worth of n runs of blocks, whose sums of betas are ``young`` up to the split and ``old``
+        beyond. What lies between steps, or beyond the last, counts as a factor."""
+        young_steps = np.clip(np.rint(young / _STEP), -_HALF, _HALF)
+        old_steps = np.clip(np.rint(old / _STEP), -_HALF, _HALF)
+        rest: Floats = np.where(buckets <= self.split, young - young_steps * _STEP, old - old_steps * _STEP)
+        at = young_steps.astype(np.int64) + _HALF, old_steps.astype(np.int64) + _HALF
+        logs: Floats = self.logs[strata, at[0], at[1], buckets] + rest
         return logs
+
+    def look_up_new(self, stratum: int, young: float, old: float) -> float:
+        """The same for one run of age 0."""
+        young_step = min(max(round(young / _STEP), -_HALF), _HALF)
+        old_step = min(max(round(old / _STEP), -_HALF), _HALF)
+        return self.logs.item(stratum, young_step + _HALF, old_step + _HALF, 0) + young - young_step * _STEP
 
 
 @cache

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvstore.prefix_index.policies.hazard_ages import Ints
-
 _LOSS_BEGINS, _LOSS_ENDS = 0.001, 0.0005
 _CHANCE = 0.4
 _CREDIT_MOST = 0.05
+_ROOM_SHARE = 32
 _MEMORY_SHARE = 32
 _MEMORY_MIN_BLOCKS = 1 << 18
 
@@ -32,26 +28,32 @@ class LruYardstick:
         self._lost = 0.0
         self._squares = 0.0
 
-    def found(self, requests: Ints, n_blocks: Ints) -> NDArray[np.int64]:
-        """How many of ``n_blocks`` blocks, the first of runs that these requests used last, LRU would find."""
-        rest = max(self.room_blocks - self._within, 0)
-        whole = requests > self._beyond
-        return np.where(whole, n_blocks, np.where(requests == self._beyond, np.minimum(n_blocks, rest), 0)).astype(
-            np.int64
-        )
+    def __len__(self) -> int:
+        """Requests whose blocks LRU would hold."""
+        return len(self._of_request)
 
-    def moved(self, requests: Ints, n_blocks: Ints) -> None:
-        """Blocks are not those of these requests any more."""
-        of_request = self._of_request
-        for request, n in zip(requests.tolist(), n_blocks.tolist(), strict=True):
-            had = of_request.get(request)
-            if had is None:
-                continue
-            self._within -= min(n, had)
-            if had > n:
-                of_request[request] = had - n
-            else:
-                del of_request[request]
+    def found(self, requests: list[int], n_blocks: list[int]) -> int:
+        """How many of a path's blocks, of which so many each were used last by these requests (-1: none known), LRU
+        would find before the first that it would not."""
+        found, left = 0, max(self.room_blocks - self._within, 0)
+        for request, n in zip(requests, n_blocks, strict=True):
+            is_cut = 0 <= request == self._beyond
+            if request < 0 or request < self._beyond or (is_cut and n > left):
+                return found + (int(left) if is_cut else 0)
+            found += n
+            left -= n if is_cut else 0
+        return found
+
+    def moved(self, request: int, n_blocks: int) -> None:
+        """Blocks are not those of this request any more."""
+        had = self._of_request.get(request)
+        if had is None:
+            return
+        self._within -= min(n_blocks, had)
+        if had > n_blocks:
+            self._of_request[request] = had - n_blocks
+        else:
+            del self._of_request[request]
 
     def used(self, request: int, n_blocks: int) -> None:
         """The latest request, or another that comes late, uses blocks."""
@@ -59,6 +61,15 @@ class LruYardstick:
         if request > self._beyond:
             of_request[request] = of_request.get(request, 0) + n_blocks
             self._within += n_blocks
+        self._trim()
+
+    def fit(self, room_blocks: float) -> None:
+        """LRU has room for so many blocks from now on."""
+        self.room_blocks = room_blocks
+        self._trim()
+
+    def _trim(self) -> None:
+        of_request = self._of_request
         while self._within > self.room_blocks:
             oldest = next(iter(of_request))
             self._within -= of_request.pop(oldest)
@@ -75,5 +86,5 @@ class LruYardstick:
             self._lost /= 2
             self._squares /= 4
         limit = _LOSS_ENDS if self.loses else _LOSS_BEGINS
-        chance = _CHANCE * math.sqrt(self._squares)
+        chance = _CHANCE * math.sqrt(self._squares) + room / _ROOM_SHARE
         self.loses = self._lost > limit * self._accessed + chance

@@ -51,6 +51,10 @@ class TieredPolicy(EvictionPolicy):
         for tier in self.tiers:
             self._by_tier[tier].evicted(ids)
 
+    def close(self) -> None:
+        for policy in self._by_tier.values():
+            policy.close()
+
     def rank(self, ids: At, tier: int) -> NDArray[np.float64]:
         return self._by_tier[tier].rank(ids, tier)
 

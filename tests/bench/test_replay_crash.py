@@ -58,7 +58,7 @@ def running(trace: Trace, folder: Path, while_down: Callable[[], None] = lambda:
     assert blocks is not None
     n_bytes = room_for(blocks, work.namespace(trace, BLOCK_BYTES, "any"))
     arguments = [
-        "--dram", str(OPTIONS.dram_bytes(trace)), "--policy-clock", "client",
+        "--dram", str(OPTIONS.dram_bytes(trace)), "--policy", "lru", "--policy-clock", "client",
         "--nvme-dir", str(folder / "nvme"), "--nvme", str(n_bytes),
     ]  # fmt: skip
     daemon = TamperedDaemon(arguments, folder / "d.sock", while_down)

@@ -40,7 +40,13 @@ def hashes(tokens: TokenTrace) -> Trace:
 
 
 def options(**changes: Any) -> ReplayOptions:
-    given: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "capacity_percent": 30, "nvme_percent": 70, "durable_every": 4}
+    given: dict[str, Any] = {
+        "block_bytes": BLOCK_BYTES,
+        "capacity_percent": 30,
+        "nvme_percent": 70,
+        "durable_every": 4,
+        "policy": "lru",
+    }
     return ReplayOptions(**given | changes)
 
 

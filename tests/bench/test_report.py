@@ -19,7 +19,7 @@ from kvstore.bench.simulation_report import SimulationReport, run_simulation, si
 from kvstore.errors import BadInputError
 
 PERCENTS = (5.0, 50.0, 100.0)
-OPTIONS = ReplayOptions(capacity_percent=25)
+OPTIONS = ReplayOptions(capacity_percent=25, policy="lru")
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ def test_completion_gives_a_script_that_asks_this_program(kvstore: Command, shel
 
 def test_help_has_every_command_and_the_exit_codes(kvstore: Command) -> None:
     text = kvstore("--help").stdout
-    for name in ("clear", "completion", "inspect", "top", "verify", "version", "warm", "watch"):
+    for name in ("clear", "completion", "explain", "inspect", "top", "verify", "version", "warm", "watch"):
         assert f"\n  {name} " in text
         assert "Usage: kvstore" in kvstore(name, "--help").stdout
     assert "3 wrong bytes found" in " ".join(text.split())
@@ -147,6 +147,26 @@ def test_a_file_that_holds_no_prompt_is_refused_with_its_fault(
     if data is not None:
         (tmp_path / name).write_bytes(data)
     assert words in kvstore("inspect", "prompt", str(tmp_path / name), code=2).stderr
+
+
+def test_explain_says_why_a_prompt_misses_and_ends_well(kvstore: Command, client: Client) -> None:
+    store(client, NAMESPACE, 3)
+    other = prompt(4)
+    other[10] = 7
+    file = kvstore.tokens("p.jsonl", prompt(3), other)
+    assert kvstore.json("explain", file)["reason"] == "stored"
+    told = kvstore.json("explain", file, "--number", "1", "--model", "llama")
+    assert (told["n_blocks"], told["block"], told["reason"], told["differs_at_token"]) == (2, 2, "never_stored", 10)
+    text = kvstore("explain", file, "--number", "1").stdout.splitlines()
+    assert text[0] == "2 of 4 blocks can be used, and 2 tokens of one more: 2 in DRAM, 0 on NVMe only"
+    assert text[1].startswith("block 2 (tokens 8 to 11) was never stored, since the daemon started ")
+    assert text[-1].startswith("what to do: hits need equal tokens")
+    store(client, OTHER, 1)
+    salted = kvstore.json("explain", file, "--salt", "x", "--model", "qwen")
+    assert [(near["digest"], near["n_matching"]) for near in salted["namespaces"]] == []
+    assert [(root["salt_differs"], root["n_matching"]) for root in salted["roots"]] == [(True, 1)]
+    assert "2 namespaces fit" in kvstore("explain", file, code=2).stderr
+    assert "no prompt number 2" in kvstore("explain", file, "--number", "2", "--model", "qwen", code=2).stderr
 
 
 def test_inspect_claims(kvstore: Command, client: Client) -> None:

@@ -130,6 +130,34 @@ def test_parts_of_blocks_that_are_not_stored_are_skipped_with_a_reason(hybrid: H
     assert "blocks before are not stored" in done.reason
 
 
+def test_all_parts_of_a_block_can_be_filled_at_once(hybrid: HybridHandle) -> None:
+    tokens = tokens_of(4)
+    reserved = [hybrid.reserve(tokens, part, n_blocks=4, ahead=part > 0) for part in range(len(hybrid.parts))]
+    assert [(len(each), each.reason) for each in reserved] == [(4, "")] * len(hybrid.parts)
+    for part, each in enumerate(reserved):
+        each.fill(np.full((4, hybrid.parts[part].block_bytes), part + 1, np.uint8))
+    assert [each.commit() for each in reserved] == [(4, 0)] * len(hybrid.parts)
+    with hybrid.lease(tokens) as lease:
+        assert lease.n_blocks == 4
+        for part in range(len(hybrid.parts)):
+            view = lease.part(part)
+            assert all((view[i] == part + 1).all() for i in range(len(view)))
+
+
+def test_parts_that_are_ahead_of_their_blocks_are_stored_with_them_only(hybrid: HybridHandle, client: Client) -> None:
+    tokens = tokens_of(4)
+    ahead = hybrid.reserve(tokens, 1, n_blocks=4, ahead=True)
+    ahead.fill(np.zeros((4, hybrid.parts[1].block_bytes), np.uint8))
+    assert ahead.commit() == (0, 0)
+    assert "lost its parent block (blocks up to 0 are stored, parts up to 4 were to be)" in ahead.reason
+    stats = client.stats()
+    assert (stats["reservations"], stats.get("committed_blocks", 0)) == (0, 0)
+    # Without the word such a part is skipped at once, and so it is behind blocks that nobody has.
+    assert hybrid.reserve(tokens, 1, n_blocks=4).n_skipped == 4
+    put(hybrid, 2)
+    assert hybrid.reserve(tokens, 1, n_blocks=2, first_block=2, ahead=True).n_skipped == 0
+
+
 def test_get_into_copies_what_a_hit_needs_of_the_groups_asked_for(hybrid: HybridHandle) -> None:
     content = put(hybrid, 8, states=(7,))
     out = {group: np.zeros((rows, SIZES[group]), np.uint8) for group, rows in ((FULL, 8), (SLIDING, 4), (STATE, 1))}

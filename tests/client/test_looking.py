@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import pytest
 
 from kvstore.client import transport
 from kvstore.client.transport import VAIN_MAX, TimedOutError, Transport
+from kvstore.wire.framing import Method
 
 
 @dataclass
@@ -56,6 +58,8 @@ class Caller:
         # Long enough that a stall of this machine is no look in vain.
         monkeypatch.setattr(transport, "SPIN_S", 0.002)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+        self.preempted = 0
+        monkeypatch.setattr(transport, "times_preempted", lambda: self.preempted)
         self.transport = Transport(pair, 5.0)
         self.poller = Poller(pair.ends[1], self.transport._poller)
         self.transport._poller = self.poller  # type: ignore[assignment]
@@ -100,10 +104,54 @@ def test_looks_in_vain_make_the_next_ones_rarer(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_look_that_is_worth_it_ends_that(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
     caller = Caller(monkeypatch, pair)
-    while caller.transport._n_vain < 3:
+    while caller.transport._looks[caller.transport._awaited].n_vain < 3:
         caller.wait(reply_after_looks=None)
     waits = [caller.wait(reply_after_looks=1) for _ in range(12)]
     assert waits == [(1, 1)] * 7 + [(2, 0)] * 5
+
+
+def test_who_loses_its_core_looks_rarely_even_if_looks_are_worth_it(
+    monkeypatch: pytest.MonkeyPatch, pair: Pair
+) -> None:
+    monkeypatch.setattr(transport, "CROWDED_MAX", 3)
+    monkeypatch.setattr(transport, "GOOD_ENOUGH", 5)
+    caller = Caller(monkeypatch, pair)
+
+    def asleep_after_preemption() -> int:
+        caller.preempted += 1
+        asleep = 0
+        while caller.wait(reply_after_looks=1) == (1, 1):
+            asleep += 1
+        return asleep
+
+    assert caller.wait(reply_after_looks=1) == (2, 0)
+    assert [asleep_after_preemption() for _ in range(4)] == [2, 4, 8, 8]  # it sleeps for this reply, and 2**k - 1 more
+    for _ in range(4):  # with the last one above five good ones in a row
+        assert caller.wait(reply_after_looks=1) == (2, 0)
+    assert asleep_after_preemption() == 2
+
+
+def test_another_threads_lost_core_is_no_reason(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
+    caller = Caller(monkeypatch, pair)
+    caller.preempted += 1
+    waits: list[tuple[int, int]] = []
+    other = threading.Thread(target=lambda: waits.append(caller.wait(reply_after_looks=1)))
+    other.start()
+    other.join()
+    assert [*waits, caller.wait(reply_after_looks=1)] == [(2, 0), (2, 0)]
+
+
+def test_a_method_whose_replies_take_long_says_nothing_of_others(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
+    caller = Caller(monkeypatch, pair)
+
+    def awaiting(method: Method, *, reply_after_looks: int | None) -> tuple[int, int]:
+        caller.transport._awaited = method
+        return caller.wait(reply_after_looks=reply_after_looks)
+
+    while caller.transport._looks[Method.RESERVE].n_vain < 3:
+        awaiting(Method.RESERVE, reply_after_looks=None)
+    assert awaiting(Method.MATCH, reply_after_looks=1) == (2, 0)
+    assert awaiting(Method.RESERVE, reply_after_looks=1) == (1, 1)
 
 
 def test_who_does_not_look_sleeps_at_once(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:

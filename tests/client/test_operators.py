@@ -37,6 +37,23 @@ def test_a_prompt_is_inspected(stored: Any) -> None:
     assert seen.in_dram.all()
 
 
+def test_a_miss_is_explained(client: Client, stored: Any) -> None:
+    told = stored.explain([*TOKENS[:10], 99, 11])
+    assert (told.n_rows, told.n_blocks, told.partial_tokens, told.n_dram_blocks) == (3, 2, 2, 2)
+    assert (told.reason, told.block, told.missing) == ("never_stored", 2, {"never_stored": 1})
+    assert (told.differs_at_token, told.here_token, told.stored_token) == (10, 99, 10)
+    assert told.lines[0] == "2 of 3 blocks can be used, and 2 tokens of one more: 2 in DRAM, 0 on NVMe only"
+    assert stored.explain(TOKENS).reason == "stored"
+    (near,) = client.open(Namespace(model="n", spec=NAMESPACE.spec)).explain(TOKENS).namespaces
+    assert (near.digest, near.n_matching, near.n_blocks) == (NAMESPACE.digest(), 3, 3)
+    assert near.differences == ("model: 'n' != 'm'", "revision: '' != 'r'")
+    client.clear(name="name")
+    told = stored.explain(TOKENS)
+    assert (told.reason, told.block, told.n_cleared_blocks) == ("cleared", 0, 3)
+    assert told.left_ago_s is not None
+    assert 0 <= told.left_ago_s < 60
+
+
 def test_a_clearing_leaves_misses(client: Client, stored: Any) -> None:
     assert client.clear(name="name", dry_run=True).n_blocks == 3
     done = client.clear(name="name")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -191,6 +192,30 @@ def test_latents_have_one_plane(client: Client, closing: list[PagedStore]) -> No
     assert closing[1].load(found, there, deadline_s=far()).wait(far())
     for layer in range(LAYERS):
         assert np.array_equal(second.tokens(layer, 0, there.row(0), 24), first.tokens(layer, 0, table.row(0), 24))
+
+
+def test_layers_with_a_window_are_loaded_where_they_look(client: Client, closing: list[PagedStore]) -> None:
+    full = KVGroup(layers=2, kv_heads=HEADS, head_dim=DIM, dtype="float32")
+    window = replace(full, layers=1, kind=GroupKind.SLIDING, window_tokens=5)
+    handle = client.open_hybrid(Namespace("paged windows", KVSpec(8, (full, window), 4)))
+    first, second = Engine("2PTHD", 4, 1), Engine("PTHC", 4, 2)
+    rows = [np.arange(39), np.arange(100, 120)]
+    closing += [PagedStore(handle, first.kv), PagedStore(handle, second.kv, granularity_tokens=4)]
+    table, there = (table_for(engine, [39, 20], seed) for seed, engine in enumerate((first, second)))
+    save_rows(closing[0], rows, table, chunk=13)
+    requests = [RowRequest(row) for row in rows]
+    found = closing[1].find(requests)
+    assert [prefix.n_tokens for prefix in found] == [36, 16]
+    before = [second.tokens(2, 0, there.row(row), 39) for row in range(2)]
+    assert closing[1].load(found, there, deadline_s=far()).wait(far())
+    for row, (n, window_from) in enumerate(((36, 24), (16, 8))):
+        for layer in range(LAYERS):
+            for plane in range(2):
+                expected = first.tokens(layer, plane, table.row(row), n)
+                got = second.tokens(layer, plane, there.row(row), n)
+                start = window_from if layer == 2 else 0
+                assert np.array_equal(got[start:], expected[start:]), (row, layer, plane)
+        assert np.array_equal(second.tokens(2, 0, there.row(row), window_from), before[row][:window_from])
 
 
 def test_opaque_pages_go_whole(client: Client, closing: list[PagedStore]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -14,10 +15,13 @@ import pytest
 
 from kvstore.bench.vllm_engine import Engine, Prompt
 from kvstore.client import Client
+from kvstore.types import Namespace
 from tests.engines.models import VOCABULARY, make_llama
 
 WAIT_S = 60.0
 MIB = 1 << 20
+KV_CACHE_BYTES = 64 * MIB
+"""Of a tiny model: some 16,000 tokens. An engine's start touches all of it."""
 
 
 class DaemonProcess:
@@ -50,6 +54,19 @@ class DaemonProcess:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait(WAIT_S)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """What is imported stays out of the garbage collector's sight: vLLM has it look through all of that several times
+    with each start and end of an engine, which takes as long as the rest of them."""
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "freeze", lambda: None)
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
+    gc.unfreeze()
 
 
 @pytest.fixture
@@ -86,12 +103,18 @@ def start_engine() -> Iterator[Callable[..., Engine]]:
     def start(*arguments: object, **settings: object) -> Engine:
         while running:
             running.pop().close()
-        running.append(Engine(*arguments, **settings))  # type: ignore[arg-type]
+        running.append(Engine(*arguments, **{"kv_cache_memory_bytes": KV_CACHE_BYTES, **settings}))  # type: ignore[arg-type]
         return running[-1]
 
     yield start
     while running:
         running.pop().close()
+
+
+def namespaces(daemon: DaemonProcess) -> dict[bytes, Namespace]:
+    """What the daemon has stored blocks of, by digest."""
+    with daemon.client() as client:
+        return {each.digest: each.namespace for each in client.namespaces() if each.namespace is not None}
 
 
 def tokens(n: int, seed: int) -> Prompt:
@@ -109,5 +132,5 @@ def prompts() -> list[Prompt]:
 @pytest.fixture(scope="session")
 def expected(llama: Path, prompts: list[Prompt]) -> list[list[int]]:
     """What the engine says without a store."""
-    with Engine(llama) as engine:
+    with Engine(llama, kv_cache_memory_bytes=KV_CACHE_BYTES) as engine:
         return engine.generate(prompts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,9 @@ from tests.engines.conftest import DaemonProcess
 def test_hits_of_what_another_process_stored_and_misses_are_timed(daemon: DaemonProcess, llama: Path) -> None:
     settings: dict[str, Any] = {"max_model_len": 512}
     prompts = Prompts(llama, 0)
-    with (
-        EngineProcess(llama, daemon.socket, settings) as stores,
-        EngineProcess(llama, daemon.socket, settings) as hits,
-        EngineProcess(llama, None, settings) as plain,
-    ):
+    started = [EngineProcess(llama, socket, settings) for socket in (daemon.socket, daemon.socket, None)]
+    with ExitStack() as stack:
+        stores, hits, plain = map(stack.enter_context, started)
         missed = measure_misses(stores, plain, prompts, 100, 2)
         assert (missed["prompt_tokens"], missed["pairs"], stores.hit_tokens) == (100, 2, 0)
         assert min(missed["miss_s"], missed["no_store_s"], missed["cpu_ratio"]) > 0

@@ -1,8 +1,8 @@
 """Ways in which other KV caches failed their users, through vLLM: cases 4 to 6, 11 and 12 of the public reports.
 
 4: keys differ between processes. 5: what differs in adapter, weights or salt hits. 6: KV of another number format,
-block size, layout or number of ranks hits. 11: cancelled requests and killed engines keep memory. 12: a backend that
-hangs makes requests hang.
+block size, layout or number of ranks hits (ranks: test_processes.py). 11: cancelled requests and killed engines keep
+memory. 12: a backend that hangs makes requests hang.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from vllm.lora.request import LoRARequest
 
 from kvstore.bench.vllm_engine import BLOCK_TOKENS, Engine, Prompt
 from kvstore.engine_adapter.vllm.guard import logger
-from tests.engines.conftest import DaemonProcess, tokens
+from tests.engines.conftest import DaemonProcess, namespaces, tokens
 from tests.engines.models import change_one_weight, make_lora
 from tests.engines.processes import run_engine
 
@@ -67,16 +68,23 @@ def test_case_04_three_processes_agree_on_every_key_whatever_their_hash_seed(
     assert len(stored) == 1
     one_by_one = [[prompt] for prompt in prompts]
     whole = sum((len(prompt) - 1) // BLOCK_TOKENS for prompt in prompts)
-    for seed, more in ((2, {"cache_salt": None}), ("random", {"cache_salt": None, "multi_modal_data": None})):
-        other = run_engine(llama, daemon.socket, one_by_one, seed=seed, more=more)
+    ways: list[tuple[int | str, dict[str, Any]]] = [
+        (2, {"cache_salt": None}),
+        ("random", {"cache_salt": None, "multi_modal_data": None}),
+    ]
+    with ThreadPoolExecutor(len(ways)) as pool:
+        others = [
+            pool.submit(run_engine, llama, daemon.socket, one_by_one, seed=seed, more=more) for seed, more in ways
+        ]
+    for other in (each.result() for each in others):
         assert [said for (said,) in other["said"]] == expected
         metrics = other["metrics"]
         assert metrics["vllm:kvstore_load_blocks"] == whole
         assert metrics["vllm:external_prefix_cache_hits"] == whole * BLOCK_TOKENS
         assert metrics["vllm:kvstore_lookups"] >= len(prompts)
         assert metrics["vllm:kvstore_errors"] == metrics["vllm:kvstore_loads_failed"] == 0
-        with daemon.client() as client:
-            assert {each.digest: each.n_blocks for each in client.namespaces()} == stored
+    with daemon.client() as client:
+        assert {each.digest: each.n_blocks for each in client.namespaces()} == stored
 
 
 # 5 -----------------------------------------------------------------------------------------------
@@ -175,27 +183,6 @@ def test_case_06_other_formats_blocks_configs_and_weights_do_not_hit_and_the_fie
     assert loaded(start_engine(copied, daemon.socket, dtype="bfloat16"))[1] == 0
     (other,) = [each for digest, each in namespaces(daemon).items() if digest not in known]
     assert [each.partition(":")[0] for each in stored.differences(other)] == ["revision"]
-
-
-def namespaces(daemon: DaemonProcess) -> dict[bytes, Any]:
-    with daemon.client() as client:
-        return {each.digest: each.namespace for each in client.namespaces()}
-
-
-def test_case_06_shards_of_two_ranks_are_none_of_one_rank_and_the_field_is_named(
-    daemon: DaemonProcess, llama: Path, prompts: list[Prompt], expected: list[list[int]]
-) -> None:
-    chosen = prompts[-3:]
-    settings: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    assert run_engine(llama, daemon.socket, [chosen], **settings)["said"] == [expected[-3:]]
-    two = namespaces(daemon)
-    assert len(two) == 2
-    alone = run_engine(llama, daemon.socket, [chosen])
-    assert alone["said"] == [expected[-3:]]
-    assert alone["metrics"]["vllm:kvstore_load_blocks"] == 0
-    (one,) = [each for digest, each in namespaces(daemon).items() if digest not in two]
-    for shard in two.values():
-        assert "shard.tp_size: 1 != 2" in one.differences(shard)
 
 
 # 11 ----------------------------------------------------------------------------------------------

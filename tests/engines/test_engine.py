@@ -15,7 +15,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 from kvstore.bench.vllm_engine import BLOCK_TOKENS, Engine, Prompt, transfer_config
 from kvstore.engine_adapter.vllm import KVStoreConnector
 from kvstore.errors import ConfigError
-from tests.engines.conftest import DaemonProcess, tokens
+from tests.engines.conftest import KV_CACHE_BYTES, DaemonProcess, tokens
 from tests.engines.models import VOCABULARY
 
 StartEngine = Callable[..., Engine]
@@ -167,7 +167,7 @@ def shared_engine(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     def get() -> Engine:
         if not running:
             daemon = DaemonProcess(tmp_path_factory.mktemp("shared"), "--dram", "256MiB", "--no-prefault")
-            running.extend((daemon, Engine(llama, daemon.socket)))
+            running.extend((daemon, Engine(llama, daemon.socket, kv_cache_memory_bytes=KV_CACHE_BYTES)))
         engine: Engine = running[1]
         return engine
 

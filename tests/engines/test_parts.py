@@ -171,8 +171,8 @@ def test_pages_go_to_the_store_and_back_into_other_blocks(order: str, kind: Any)
     layout = layout_of(layers)
     paged = kind(layers, layout, 1)
     before = [layer.tensor.clone() for layer in layers]
-    store = np.zeros((4, layout.block_bytes), np.uint8)
-    slots = np.int64(store.ctypes.data) + np.arange(4) * layout.block_bytes
+    store = np.zeros((4, layout.parts[0].block_bytes), np.uint8)
+    slots = np.int64(store.ctypes.data) + np.arange(4) * layout.parts[0].block_bytes
     taken, given = np.array([7, 2, 3, 11]), np.array([5, 6, 0, 9])
     for number in range(3):
         paged.wait(paged.mark())

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvstore.bench.vllm_engine import BLOCK_TOKENS, Prompt
-from tests.engines.conftest import DaemonProcess
+from kvstore.bench.vllm_engine import BLOCK_TOKENS, Engine, Prompt
+from tests.engines.conftest import DaemonProcess, namespaces
 from tests.engines.processes import run_engine
 
 
-def test_two_workers_load_what_both_have_stored(
-    daemon: DaemonProcess, llama: Path, prompts: list[Prompt], expected: list[list[int]]
+def test_case_06_two_workers_load_what_both_have_stored_and_one_worker_none_of_it(
+    daemon: DaemonProcess,
+    llama: Path,
+    prompts: list[Prompt],
+    expected: list[list[int]],
+    start_engine: Callable[..., Engine],
 ) -> None:
     """Tensor parallel: each has half of the heads. A shard that lacks a block makes it a miss for both."""
     chosen = prompts[-6:]
@@ -22,10 +27,16 @@ def test_two_workers_load_what_both_have_stored(
     assert metrics["vllm:kvstore_load_blocks"] > 0
     assert metrics["vllm:kvstore_load_blocks"] % 2 == 0
     assert metrics["vllm:kvstore_errors"] == metrics["vllm:kvstore_loads_failed"] == 0
-    # One worker's blocks are none of an engine with one worker.
-    alone = run_engine(llama, daemon.socket, [chosen])
-    assert alone["said"] == [expected[-6:]]
-    assert alone["metrics"]["vllm:kvstore_load_blocks"] == 0
+    two = namespaces(daemon)
+    assert len(two) == 2
+    alone = start_engine(llama, daemon.socket)
+    assert alone.generate(chosen) == expected[-6:]
+    alone.drain()
+    assert alone.counters["save_blocks"] > 0
+    assert "load_blocks" not in alone.counters
+    (one,) = [each for digest, each in namespaces(daemon).items() if digest not in two]
+    for shard in two.values():
+        assert "shard.tp_size: 1 != 2" in one.differences(shard)
 
 
 def test_stages_of_a_pipeline_load_what_both_have_stored(

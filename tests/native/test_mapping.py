@@ -104,6 +104,49 @@ def test_huge_pages_are_asked_for_where_a_whole_one_fits(fd: int) -> None:
     assert "hg" not in flags_at(made.address + 4 * MIB)
 
 
+def huge_bytes_at(address: int) -> int:
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            inside = int(first.split("-")[0], 16) == address
+        elif inside and first == "ShmemPmdMapped:":
+            return int(line.split()[1]) << 10
+    return 0
+
+
+@pytest.fixture
+def gathers() -> None:
+    if not mapping._gathers():
+        pytest.skip("this kernel makes no huge pages of shared memory")
+
+
+@pytest.mark.usefixtures("gathers")
+def test_filled_pages_become_huge_ones_and_keep_what_they_hold(fd: int) -> None:
+    made = Mapping(fd, 5 * MIB, writable=True)
+    made.array()[:] = 7
+    assert made.gather(MIB, 3 * MIB)  # from 2 MiB on there is a whole one
+    assert huge_bytes_at(made.address) in (0, 2 * MIB)
+    assert made.gather()
+    reader = Mapping(fd, 5 * MIB, writable=False)
+    reader.populate()
+    assert huge_bytes_at(reader.address) == 4 * MIB
+    assert (reader.array() == 7).all()
+
+
+def test_without_a_whole_huge_page_there_is_nothing_to_gather(fd: int) -> None:
+    made = Mapping(fd, 5 * MIB, writable=True)
+    assert made.gather(0, MIB)
+    assert made.gather(MIB, 2 * MIB)
+    assert huge_bytes_at(made.address) == 0
+
+
+def test_pages_that_can_not_be_made_huge_are_told_of(fd: int) -> None:
+    made = Mapping(fd, 2 * MIB, writable=True)
+    os.ftruncate(fd, 0)  # no page is left to be one
+    assert not made.gather()
+
+
 def test_room_for_alignment_is_given_back(fd: int) -> None:
     def reserved_bytes() -> int:
         ranges = [
@@ -210,6 +253,7 @@ def test_note_on_huge_pages(text: str | None, note: str, tmp_path: Path, monkeyp
     if text is not None:
         setting.write_text(text)
     monkeypatch.setattr(mapping, "_SHMEM_HUGE", setting)
+    monkeypatch.setattr(mapping, "_gathers", lambda: False)
     assert note in huge_pages_note()
     assert bool(note) == bool(huge_pages_note())
 

@@ -272,12 +272,12 @@ def test_the_heap_stays_small_whatever_is_touched_and_pinned() -> None:
     newest = index.match(ROOT, path_of([19, 19])).ids
     for _ in range(500):
         index.touch(newest, Use())
-    assert len(index._copies.evictors[0]._heap) == 0, "what was used since the snapshot lies behind its bound"
+    assert len(index._copies.evictors[0]._whole._heap) == 0, "what was used since the snapshot lies behind its bound"
     oldest = index.match(ROOT, path_of([1, 1])).ids
     for _ in range(3000):
         index.pin(oldest)
         index.unpin(oldest)
-    assert len(index._copies.evictors[0]._heap) <= evictor_module._HEAP_SLACK + 2 * 20
+    assert len(index._copies.evictors[0]._whole._heap) <= evictor_module._HEAP_SLACK + 2 * 20
     assert index.evict(1).ids.tolist() == oldest.tolist()
 
 

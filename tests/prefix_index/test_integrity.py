@@ -145,7 +145,7 @@ def lose_nvme(index: PrefixIndex, block: int) -> None:
 
 def forget(index: PrefixIndex) -> None:
     index.evict(1)
-    evictor = index._copies.evictors[0]
+    evictor = index._copies.evictors[0]._whole
     evictor._heap.clear()
     evictor._chunk.clear()
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import BadInputError
+from kvstore.prefix_index import keys
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.keys import block_key, extra_digest
 from kvstore.prefix_index.policies import make_policy
@@ -162,3 +163,47 @@ def test_a_parent_of_another_length_is_refused(parent: bytes) -> None:
 def test_a_digest_too_long_is_refused() -> None:
     with pytest.raises(BadInputError, match="256 bytes"):
         block_key(ROOT, b"", bytes(256))
+
+
+@pytest.fixture(params=["C", "Python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without the C part."""
+    if request.param == "Python":
+        monkeypatch.setattr(keys, "chained_keys", lambda *_: None)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("row_bytes", [1, 8, 64, 110, 111, 112, 127, 128, 239, 240, 241, 4096])
+def test_a_chain_in_one_call_is_the_one_row_by_row(row_bytes: int) -> None:
+    """Around the 128 bytes that BLAKE2b hashes at a time, too."""
+    rows = np.random.default_rng(row_bytes).bytes(7 * row_bytes)
+    parent, expected = ROOT, []
+    for start in range(0, len(rows), row_bytes):
+        parent = block_key(parent, rows[start : start + row_bytes])
+        expected.append(parent)
+    found = keys.block_keys(ROOT, memoryview(rows), row_bytes)
+    assert found.shape == (7, 16)
+    assert found.tobytes() == b"".join(expected)
+    assert keys.block_keys(ROOT, memoryview(b""), row_bytes).shape == (0, 16)
+    with pytest.raises(BadInputError, match="parent is 3 bytes"):
+        keys.block_keys(b"abc", memoryview(rows), row_bytes)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("first_row", [0, 1, 3, 6])
+def test_rows_with_extras_and_a_tail_are_chained_with_the_others(first_row: int) -> None:
+    tokens = np.arange(4 * 8 + 3, dtype=np.uint32)
+    covers = [
+        ExtraKey(start_token=9, n_tokens=2, digest=b"a" * 16),
+        ExtraKey(start_token=20, n_tokens=1, digest=b"b" * 16),
+    ]
+    path = RowPath.from_tokens(tokens, 4, covers)
+    parent, expected = ROOT, []
+    for i in range(path.n_rows):
+        extra = path.extra(i)  # noqa: S610 - not Django's
+        parent = block_key(parent, path.row(i), extra.digest if extra else b"")
+        expected.append(parent)
+    before = expected[first_row - 1] if first_row else ROOT
+    for end in range(first_row, path.n_rows + 1):
+        found = RowPath.from_tokens(tokens, 4, covers).chain(before, first_row, end)
+        assert found.tobytes() == b"".join(expected[first_row:end])

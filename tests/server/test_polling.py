@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import socket
 from collections.abc import Iterator
@@ -54,6 +55,22 @@ def test_it_polls_in_a_burst_only(pair: tuple[socket.socket, socket.socket]) -> 
         right.send(b"x")
         selector.select(None)
         assert not selector.busy
+
+
+def test_who_waits_for_the_core_gets_it_while_it_polls(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right = pair
+    yields: list[None] = []
+    monkeypatch.setattr(os, "sched_yield", lambda: yields.append(None))
+    with PollingSelector(0.02) as selector:
+        selector.register(left, selectors.EVENT_READ)
+        right.send(b"x")
+        selector.select(5)
+        left.recv(1)
+        assert not yields
+        selector.select(0.05)
+        assert yields
 
 
 def test_a_timeout_is_kept_while_polling(pair: tuple[socket.socket, socket.socket]) -> None:

@@ -43,7 +43,7 @@ class Rig:
         self.dram = DramTier(capacity_bytes, region_bytes, starter_bytes, prefault=False)
         index = PrefixIndex(make_policy("lru"), reserve_blocks=64, nvme=nvme is not None)
         limits = limits or LeaseLimits(10.0, 100.0)
-        self.store = Store(index, self.dram, self.clock, limits, region_bytes, nvme, write)
+        self.store = Store(index, self.dram, self.clock, limits, region_bytes, nvme, write, history_blocks=256)
 
     def close(self) -> None:
         self.store.check()

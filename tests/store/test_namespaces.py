@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from kvstore.errors import BadInputError, EndedError, SpecMismatchError
+from kvstore.prefix_index.block_table import BlockTable
+from kvstore.prefix_index.tenants import Tenants
 from kvstore.store import namespaces as namespaces_module
 from kvstore.store.namespaces import Namespaces
 from kvstore.types import ExtraKey, KVGroup, KVSpec, Namespace, Root, RowKind, Shard
@@ -47,7 +49,7 @@ OTHERS: dict[str, Namespace] = {
 
 
 def test_equal_descriptions_share_one_entry() -> None:
-    spaces = Namespaces()
+    spaces = Namespaces(Tenants(BlockTable()))
     entry = spaces.open(BASE)
     again = Namespace.from_dict(BASE.to_dict())
     assert spaces.open(again) is spaces.open(replace(BASE), "name") is entry
@@ -59,7 +61,7 @@ def test_equal_descriptions_share_one_entry() -> None:
 
 @pytest.mark.parametrize("field", OTHERS)
 def test_a_name_stands_for_one_description_and_the_error_says_what_differs(field: str) -> None:
-    spaces = Namespaces()
+    spaces = Namespaces(Tenants(BlockTable()))
     entry = spaces.open(BASE, "llama")
     other = OTHERS[field]
     if field == "tenant":
@@ -76,7 +78,7 @@ def test_names_and_descriptions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(namespaces_module, "NAMESPACES_MAX", 5)
     monkeypatch.setattr(namespaces_module, "NAMESPACES_PER_TENANT_MAX", 2)
     monkeypatch.setattr(namespaces_module, "NAMES_PER_TENANT_MAX", 3)
-    spaces = Namespaces()
+    spaces = Namespaces(Tenants(BlockTable()))
     for model in "ab":
         spaces.open(replace(BASE, model=model), model)
     with pytest.raises(BadInputError, match="tenant 'default' has 2 namespaces open"):
@@ -95,7 +97,7 @@ def test_a_tenant_that_has_all_it_may_have_takes_nothing_from_others(monkeypatch
     monkeypatch.setattr(namespaces_module, "NAMESPACES_MAX", 5)
     monkeypatch.setattr(namespaces_module, "NAMESPACES_PER_TENANT_MAX", 2)
     monkeypatch.setattr(namespaces_module, "NAMES_PER_TENANT_MAX", 1)
-    spaces = Namespaces()
+    spaces = Namespaces(Tenants(BlockTable()))
     for tenant in ("greedy", "modest"):
         for model in "ab":
             spaces.open(replace(BASE, model=model, tenant=tenant))
@@ -109,7 +111,7 @@ def test_a_tenant_that_has_all_it_may_have_takes_nothing_from_others(monkeypatch
 
 def test_root_keys_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespaces_module, "ROOT_KEYS_CACHED_MAX", 4)
-    entry = Namespaces().open(BASE)
+    entry = Namespaces(Tenants(BlockTable())).open(BASE)
     for _ in range(2):
         for i in range(10):
             assert entry.root_key(str(i), "") == Root(salt=str(i)).key(BASE.digest())

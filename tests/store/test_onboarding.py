@@ -274,9 +274,8 @@ def test_the_guess_of_the_time_follows_the_speed_of_the_disk(below: Below) -> No
             rig.clock.advance(2.0)
             rig.jobs.finish(job)
         rig.store.end_load(load)
-    assert guesses[0] < 0.001
-    assert guesses == sorted(guesses)
-    assert guesses[-1] > 4 * guesses[0]
+    assert guesses[0] < 0.002
+    assert guesses[-1] == pytest.approx(2.0, rel=0.05)
 
 
 def test_tenants_get_their_blocks_in_memory_of_their_own(below: Below) -> None:

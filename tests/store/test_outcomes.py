@@ -145,7 +145,7 @@ def test_hits_and_misses_always_add_up(n_blocks: int, n_unused: int, n_beyond: i
 
 def test_what_broke_while_it_was_read_counts_as_stored() -> None:
     ids = np.arange(4)
-    load = Load(ids, [2, 3], ids, 0.0)
+    load = Load(ids, [2, 3], ids, 0.0, 0.0)
     load.settle(2, "corrupt")
     load.settle(3)
     assert unused(load, ids[:2], 2) == (2, "corrupt")

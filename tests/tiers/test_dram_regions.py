@@ -234,3 +234,14 @@ def test_check_finds_damage(damage: Callable[[Scene], object], words: str) -> No
         damage(set_up)
         with pytest.raises(IntegrityError, match=words):
             tier.check()
+
+
+def test_a_stale_memory_of_usable_regions_is_found(tier: DramTier) -> None:
+    slots = tier.allocate(1, "a", PAGE, 3)
+    assert tier.usable_regions(1, "a", PAGE) == set(regions_of(slots))
+    tier.check()
+    region = tier.region(int(slots[0]) >> 20)
+    region.draining = True  # past the book
+    with pytest.raises(IntegrityError, match="remembered as usable"):
+        tier.check()
+    region.draining = False

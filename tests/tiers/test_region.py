@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import IntegrityError
-from kvstore.native import Mapping
+from kvstore.native import Mapping, huge_pages_note
 from kvstore.native.mapping import _libc
 from kvstore.tiers import memfd
 from kvstore.tiers.region import DAEMON_WRITER, Region
@@ -180,3 +180,18 @@ def test_no_descriptor_leaks_when_the_size_is_refused(monkeypatch: pytest.Monkey
     with pytest.raises(OSError, match="too large"):
         memfd.create("kvstore-test", 1 << 20)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_what_it_fills_are_huge_pages_where_they_can_be_had() -> None:
+    if huge_pages_note():
+        pytest.skip("this kernel makes no huge pages of shared memory")
+    region = Region(4 << 20)
+    try:
+        region.populate(2 << 20)
+        region.populate(2 << 20)
+        reader = Mapping(region.fd, 4 << 20, writable=False)
+        reader.populate()
+        mapped = Path("/proc/self/smaps").read_text().split(f"{reader.address:x}-", 1)[1]
+        assert int(mapped.split("ShmemPmdMapped:", 1)[1].split()[0]) << 10 == 4 << 20
+    finally:
+        region.close()

@@ -93,7 +93,13 @@ class RemoteLink:
         """See ``Link``: what one call may move."""
         return rows.nbytes <= CALL_BYTES_MAX
 
-    def read_at_once(self, session: BulkSession, request: pb.LeaseRequest, rows: Bytes) -> pb.LeaseReply:
+    def read_at_once(
+        self,
+        session: BulkSession,
+        request: pb.LeaseRequest,
+        rows: Bytes,
+        threads: int,  # noqa: ARG002 - see ``Link``: they come over one connection
+    ) -> pb.LeaseReply:
         """See ``Link``."""
         return read_at_once(session, request, rows)
 

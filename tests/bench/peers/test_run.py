@@ -26,11 +26,12 @@ OPTIONS = PeersOptions(block_sizes=(64 << 10, MIB), rounds=3, batch_bytes=2 * MI
 NOT_TO_BE_HAD = "there is no such thing here"
 
 
-def run(folder: Path, entries: tuple[Entry, ...]) -> PeersReport:
+def run(folder: Path, entries: tuple[Entry, ...], kept: list[PeersReport] | None = None) -> PeersReport:
     def none(_: Environment) -> Place:
         raise UnavailableError(NOT_TO_BE_HAD)
 
-    return run_peers(OPTIONS, entries, Tools(own_process, room_for, none, folder))
+    keep = kept.append if kept is not None else lambda _: None
+    return run_peers(OPTIONS, entries, Tools(own_process, room_for, none, folder, keep=keep))
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,14 @@ def test_every_operation_of_every_system_is_measured_at_every_size(report: Peers
     assert all(sample.seconds > 0 for cell in report.cells for sample in cell.samples)
     assert report.wrong_blocks == {}
     assert {entry.name for entry in there} == set(report.versions)
+
+
+@pytest.mark.slow
+def test_what_was_measured_is_handed_over_after_each_size(tmp_path: Path) -> None:
+    kept: list[PeersReport] = []
+    whole = run(tmp_path, chosen("file", ("dram",)), kept)
+    assert [each.block_sizes for each in kept] == [[64 << 10], [64 << 10, MIB]]
+    assert len(kept[0].cells) < len(kept[1].cells) == len(whole.cells)
 
 
 @pytest.mark.slow

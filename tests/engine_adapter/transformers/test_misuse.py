@@ -7,11 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from kvstore.client import Client
 from kvstore.engine_adapter.transformers import KVStoreCache, namespace_of
 from kvstore.errors import BadInputError
-from tests.engine_adapter.transformers.models import BLOCK_TOKENS, greedy, tiny_gemma, tiny_llama, tokens
+from tests.engine_adapter.transformers.models import (
+    BLOCK_TOKENS,
+    VOCABULARY,
+    greedy,
+    tiny_gemma,
+    tiny_llama,
+    tokens,
+)
 
 MakeCache = Callable[..., KVStoreCache]
 
@@ -153,6 +161,15 @@ def test_models_whose_kv_can_not_be_stored(make_cache: MakeCache, settings: dict
     if "dtype" in settings:
         model = model.to(torch.float64)
     with pytest.raises(BadInputError, match=said):
+        make_cache(model, tokens(0, 20)[None])
+
+
+@pytest.mark.parametrize("layer_types", [["conv", "full_attention"], ["full_attention", "conv"]])
+def test_models_with_states_are_refused(make_cache: MakeCache, layer_types: list[str]) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = Lfm2ForCausalLM(Lfm2Config(**sizes, intermediate_size=32, vocab_size=VOCABULARY, layer_types=layer_types))
+    where = layer_types.index("conv")
+    with pytest.raises(BadInputError, match=f"layer {where} of Lfm2ForCausalLM keeps a LinearAttentionLayer.*states"):
         make_cache(model, tokens(0, 20)[None])
 
 

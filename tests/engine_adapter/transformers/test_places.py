@@ -9,6 +9,7 @@ from typing import Any
 import kvstore
 from kvstore.client import Client
 from kvstore.config import GrpcOptions
+from kvstore.engine_adapter.parts import open_namespace
 from kvstore.engine_adapter.transformers import KVStoreCache, namespace_of
 from tests.cases.processes import DaemonProcess
 from tests.engine_adapter.transformers.models import BLOCK_TOKENS, greedy, tiny_gemma, tokens
@@ -47,7 +48,7 @@ def test_from_disk_after_the_daemon_was_killed(tmp_path: Path) -> None:
         model = tiny_gemma()
         with Client(daemon.socket_path, timeout_s=5.0) as client:
             store_and_hit(client)
-            handle = client.open(namespace_of(model, block_tokens=BLOCK_TOKENS))
+            handle = open_namespace(client, namespace_of(model, block_tokens=BLOCK_TOKENS))
             done = handle.persist(PROMPT[0].numpy(), wait_s=10.0)
             assert done.n_durable == PROMPT.shape[1] // BLOCK_TOKENS
         daemon.end()

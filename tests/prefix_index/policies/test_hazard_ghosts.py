@@ -34,7 +34,11 @@ def test_each_block_is_remembered_or_said_to_be_forgotten(steps: list[tuple[bool
             watched[number] += len(new)
         else:
             some = sorted(names)
-            for name, run in zip(some, ghosts.take(_keys(some)).tolist(), strict=True):
+            seen = ghosts.find(_keys(some))
+            found = ghosts.take(_keys(some))
+            assert ghosts.find(_keys(some)) is None
+            assert (seen.tolist() if seen is not None else None) == (found.tolist() if found is not None else None)
+            for name, run in zip(some, found.tolist() if found is not None else [-1] * len(some), strict=True):
                 assert run in (-1, runs.get(name, -1))
                 if run >= 0:
                     watched[run] -= 1
@@ -42,6 +46,6 @@ def test_each_block_is_remembered_or_said_to_be_forgotten(steps: list[tuple[bool
             forgotten = ghosts.fit(32 if grows else 8)
         for run in forgotten.tolist():
             watched[run] -= 1
-    left = ghosts.take(_keys(list(range(121)))).tolist()
-    assert Counter(run for run in left if run >= 0) == +watched
+    left = ghosts.take(_keys(list(range(121))))
+    assert Counter(left[left >= 0].tolist() if left is not None else []) == +watched
     assert ghosts.n_places in (16, 32)

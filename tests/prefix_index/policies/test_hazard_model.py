@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.prefix_index.policies.hazard_ages import EDGES_S, N_AGES, WIDTHS_S, age_buckets, time_within
-from kvstore.prefix_index.policies.hazard_features import INPUT, N_FEATURES, N_VALUES, NEW, OFFSETS
+from kvstore.prefix_index.policies.hazard_features import INPUT, N_FEATURES, N_VALUES, NEW
 from kvstore.prefix_index.policies.hazard_model import Episodes, Model, first_model, fit
 from kvstore.prefix_index.policies.hazard_worth import worth_table
 
@@ -16,11 +16,9 @@ Floats = NDArray[np.float64]
 def episodes(uses_s: Floats, seen_until_s: Floats, values: NDArray[np.int64] | None = None) -> Episodes:
     """Runs that are used at ``uses_s``, if that is before they are seen no more. ``values``: of one feature."""
     n = len(uses_s)
-    features = np.tile(OFFSETS, (n, 1))
-    if values is not None:
-        features[:, INPUT] += values
+    features = np.zeros(n, np.uint64) if values is None else values.astype(np.uint64) << np.uint64(4 * INPUT)
     return Episodes(
-        np.full(n, NEW, np.uint8), features.astype(np.uint8), np.minimum(uses_s, seen_until_s), np.full(n, 8.0),
+        np.full(n, NEW, np.uint8), features, np.minimum(uses_s, seen_until_s), np.full(n, 8.0),
         uses_s <= seen_until_s,
     )  # fmt: skip
 
@@ -32,9 +30,9 @@ def learnt(seen: Episodes) -> Model:
     return model
 
 
-def rate_between(model: Model, first_s: float, last_s: float, features: NDArray[np.int64]) -> float:
-    """The mean rate over ages of runs with these features."""
-    thetas = model.thetas(features[None, :])[:, 0]
+def rate_between(model: Model, first_s: float, last_s: float, value: int = 0) -> float:
+    """The mean rate over ages of runs with this value of INPUT."""
+    thetas = [sums[0] for sums in model.thetas(np.array([value << 4 * INPUT], np.uint64))]
     rates = model.rates[NEW] * np.exp(np.where(np.arange(N_AGES) <= model.split, thetas[0], thetas[1]))
     at = slice(int(age_buckets(np.array([first_s]))[0]), int(age_buckets(np.array([last_s]))[0]))
     return float((rates[at] * WIDTHS_S[at]).sum() / WIDTHS_S[at].sum())
@@ -53,7 +51,7 @@ def test_what_was_seen_for_a_while_without_use_lowers_the_rate() -> None:
     dice = np.random.default_rng(1)
     n = 6000
     model = learnt(episodes(dice.exponential(1000.0, n), dice.uniform(50.0, 150.0, n)))
-    assert 0.7e-3 < rate_between(model, 10.0, 100.0, OFFSETS) < 1.4e-3
+    assert 0.7e-3 < rate_between(model, 10.0, 100.0) < 1.4e-3
 
 
 def test_a_feature_that_tells_is_learnt() -> None:
@@ -62,11 +60,7 @@ def test_a_feature_that_tells_is_learnt() -> None:
     values = dice.integers(1, 3, n)
     uses_s = np.where(values == 1, dice.exponential(50.0, n), dice.exponential(2000.0, n))
     model = learnt(episodes(uses_s, np.full(n, 200.0), values))
-    rates = []
-    for value in (1, 2):
-        features = OFFSETS.copy()
-        features[INPUT] += value
-        rates.append(rate_between(model, 10.0, 100.0, features))
+    rates = [rate_between(model, 10.0, 100.0, value) for value in (1, 2)]
     assert rates[0] > 8 * rates[1]
 
 

@@ -12,6 +12,7 @@ import pytest
 from kvstore.bench.generate import ConversationOptions, generate_trace
 from kvstore.bench.simulate import HitCounts, simulate
 from kvstore.bench.trace import Trace, TraceRequest
+from kvstore.hints import Hints
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.policies.hazard import HazardPolicy
 from kvstore.prefix_index.policies.hazard_refit import RefitInChild
@@ -175,6 +176,63 @@ def test_the_same_trace_gives_the_same_hits() -> None:
     assert hits(trace, 10.0) == hits(trace, 10.0)
 
 
+# Hints --------------------------------------------------------------------------------------------
+
+
+def _store(index: PrefixIndex, name: int, use: Use, rows: int = 4) -> set[bytes]:
+    """A prompt of its own is looked up and stored; its keys."""
+    path = RowPath.from_tokens(np.repeat(np.array([name, *range(1, rows)], np.uint32), 2), 2)
+    found = index.match(ROOT, path).ids
+    index.touch(found, use)
+    index.insert(ROOT, path, len(found), np.zeros(path.n_rows - len(found), np.int64), 1, use)
+    return {key.tobytes() for key in path.keys(ROOT)}
+
+
+def _held(index: PrefixIndex) -> set[bytes]:
+    return {index.table.key[block].tobytes() for block in index.table.alive().tolist()}
+
+
+@pytest.mark.parametrize("n_before", [10, 400])
+def test_what_has_priority_stays_longer(n_before: int) -> None:
+    """Before anything is learnt, and after."""
+    policy = HazardPolicy()
+    index = PrefixIndex(policy, reserve_blocks=16)
+    for number in range(n_before):
+        _store(index, number % 7 if number % 2 else number, Use(number * 2.0, 8, block_tokens=2))
+        index.evict(max(0, index.n_blocks - 80))
+    assert policy._books.follows_lru == (n_before < 64)
+    now_s = n_before * 2.0 + 1
+    low, high, plain = (
+        _store(index, 5000 + said, Use(now_s, 8, hints=Hints(priority=said), block_tokens=2)) for said in (-100, 100, 0)
+    )
+    for number in range(8):
+        _store(index, 6000 + number, Use(now_s + 1 + number, 8, block_tokens=2))
+    gone_at: dict[bytes, int] = {}
+    while index.n_blocks:
+        gone_at |= {key.tobytes(): index.n_blocks for key in index.evict(1).keys}
+    ends = [max(gone_at[key] for key in keys) for keys in (high, plain, low)]
+    assert ends == sorted(ends), "the more blocks were left the earlier"
+    assert len(set(ends)) == 3
+
+
+def test_it_learns_what_kind_of_request_comes_again() -> None:
+    def share_found(*, says_kind: bool) -> float:
+        index = PrefixIndex(HazardPolicy(), reserve_blocks=16)
+        n_found = 0
+        for number in range(1500):
+            is_chat = number % 4 == 0
+            hints = Hints(request_type="chat" if is_chat else "batch") if says_kind else None
+            # Each chat comes twice, the second time after 40 others.
+            name = (number // 4 - 10 * (number // 4 // 10 % 2)) if is_chat else 10_000 + number
+            path = RowPath.from_tokens(np.repeat(np.array([name, 1, 2, 3], np.uint32), 2), 2)
+            n_found += len(index.match(ROOT, path).ids)
+            _store(index, name, Use(number * 1.0, 8, hints=hints, block_tokens=2))
+            index.evict(max(0, index.n_blocks - 60))
+        return n_found / (1500 * 4)
+
+    assert share_found(says_kind=True) > share_found(says_kind=False) + 0.05
+
+
 # Learning beside -----------------------------------------------------------------------------------
 
 
@@ -197,4 +255,4 @@ def test_a_model_from_a_child_comes_into_force() -> None:
     index.insert(ROOT, path, 0, np.zeros(2, np.int64), 1, Use(1e6, 4, block_tokens=2))
     assert refit.n_made > 0
     assert policy._learnt
-    assert not policy._follows_lru or policy._yardstick.loses
+    assert not policy._books.follows_lru or policy._yardstick.loses

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from kvstore.prefix_index.policies.hazard_features import N_FEATURES, N_STRATA, N_VALUES, OFFSETS
+from kvstore.prefix_index.policies.hazard_features import N_FEATURES, N_STRATA
 from kvstore.prefix_index.policies.hazard_model import Episodes, first_model
 from kvstore.prefix_index.policies.hazard_parcel import (
     ParcelError,
@@ -27,7 +27,7 @@ def some_episodes() -> Episodes:
     n = 500
     return Episodes(
         dice.integers(0, N_STRATA, n).astype(np.uint8),
-        (dice.integers(0, N_VALUES, (n, N_FEATURES)) + OFFSETS).astype(np.uint8),
+        dice.integers(0, 1 << 4 * N_FEATURES, n, np.uint64),
         dice.exponential(100.0, n), dice.integers(1, 20, n).astype(np.float64), dice.random(n) < 0.5,
     )  # fmt: skip
 
@@ -69,6 +69,16 @@ def test_a_child_that_fails_makes_no_model(command: tuple[str, ...], timeout_s: 
     assert child.take() is None
     assert child.n_failed == 1
     assert child.n_made == 0
+
+
+def test_closing_ends_the_child_and_its_thread() -> None:
+    child = RefitInChild(ENDS_S, ("sleep", "1000"))
+    child.begin(first_model(), some_episodes())
+    child.close()
+    assert child.wait(0.0)
+    assert not child.is_free
+    assert child.take() is None
+    assert child.n_failed == 0
 
 
 def test_a_question_comes_through_as_it_was() -> None:

@@ -1,0 +1,78 @@
+"""``kvstore overlap``: what a router would be told of prompts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from kvstore.bench.report import print_tables
+from kvstore.cli.params import DaemonPlace, json_option, place_options, timeout_option
+from kvstore.cli.selecting import Selection, namespace_options, opened, tenant_option, the_namespace
+from kvstore.cli.token_files import Tokens, read_prompts
+from kvstore.client import Overlap
+from kvstore.errors import UnavailableError
+from kvstore.types import Root
+
+
+@click.command(short_help="Show what a router is told of prompts.")
+@click.argument("tokens", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--most", type=click.IntRange(1), default=256, show_default=True, help="Prompts of the file.")
+@click.option("--salt", default="", help="The prompts' cache salt.")
+@click.option("--lora", default="", help="The prompts' LoRA identity.")
+@place_options
+@tenant_option
+@namespace_options
+@timeout_option
+@json_option
+def overlap(
+    tokens: Path,
+    most: int,
+    salt: str,
+    lora: str,
+    place: DaemonPlace,
+    tenant: str,
+    timeout_s: float,
+    as_json: bool,
+    **selected: Any,
+) -> None:
+    """Show how much of prompts is stored in which tier, and how long loading it would take: what a router is told.
+
+    TOKENS is a file: .jsonl (a list of token ids per line), .npy, or raw little-endian uint32.
+    """
+    prompts = list(itertools.islice(read_prompts(tokens), most))
+    with place.client(tenant, timeout_s) as client:
+        handle = opened(client, the_namespace(client, Selection(**selected)))
+        found = handle.overlaps(prompts, root=Root(salt, lora))
+    for each in found:
+        if each.reason:
+            raise UnavailableError(each.reason)
+    if as_json:
+        plain = [_plain(len(prompt), each) for prompt, each in zip(prompts, found, strict=True)]
+        click.echo(json.dumps(plain, indent=2))
+    else:
+        print_tables([_table(prompts, found)])
+
+
+def _plain(n_prompt_tokens: int, found: Overlap) -> dict[str, Any]:
+    """One prompt as JSON has it. ``load_s`` is null while the disk is stuck: JSON has no infinity."""
+    numbers = {name: value for name, value in asdict(found).items() if name != "reason"}
+    return {"n_prompt_tokens": n_prompt_tokens, **numbers, "load_s": found.load_s if found.load_s < math.inf else None}
+
+
+def _table(prompts: list[Tokens], found: list[Overlap]) -> Table:
+    names = ("prompt", "tokens", "stored", "in DRAM", "on NVMe only", "on their way", "load", "off by")
+    table = Table(*names, title="Tokens by tier; load: expected time until all is copied")
+    for column in table.columns:
+        column.justify = "right"
+    for number, (prompt, each) in enumerate(zip(prompts, found, strict=True)):
+        counts = (len(prompt), each.n_tokens, each.n_dram_tokens, each.n_nvme_tokens, each.n_loading_tokens)
+        shown = (f"{count:,}" for count in counts)
+        table.add_row(str(number), *shown, f"{each.load_s * 1e3:,.2f} ms", f"{each.load_error:.2f} x")
+    return table

@@ -1,0 +1,108 @@
+"""How much pins hold, and how much more they may: of all tenants together, and of each."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.config import PinOptions, format_size
+from kvstore.errors import BadInputError, IntegrityError
+from kvstore.lease import ClaimTable, Pin
+from kvstore.metrics import Counters
+from kvstore.prefix_index.block_table import DRAM, At
+from kvstore.prefix_index.index import PrefixIndex
+from kvstore.prefix_index.shares import nominal_bytes
+from kvstore.prefix_index.tenants import pages
+
+
+class PinQuota:
+    """The pins of one store: a block counts once, however many pins it has, as long as it has one.
+
+    What lies on NVMe only counts as well: it comes to DRAM with the next request, and stays there.
+    """
+
+    def __init__(
+        self, index: PrefixIndex, pins: ClaimTable[Pin], counters: Counters, options: PinOptions, dram_bytes: int
+    ) -> None:
+        self._index = index
+        self._pins = pins
+        self._counters = counters
+        self._tenant_bytes = options.tenant_bytes
+        self.room_bytes = options.room_bytes(dram_bytes)
+        """What all pins together may hold."""
+        self._n_pins: NDArray[np.uint32] = np.zeros(0, np.uint32)
+        self._held_bytes: dict[str, int] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """What all pins hold."""
+        return sum(self._held_bytes.values())
+
+    def held_by(self, tenant: str) -> int:
+        """What a tenant's pins hold, in bytes."""
+        return self._held_bytes.get(tenant, 0)
+
+    def most_of(self, tenant: str) -> int:
+        """What they may hold: as configured, else its share of what all may, among the tenants that have blocks."""
+        tenants = self._index.tenants
+        if self._tenant_bytes or not tenants.is_fair:
+            return self._tenant_bytes or self.room_bytes
+        return nominal_bytes(tenants, DRAM, self.room_bytes).get(tenants.number(tenant), self.room_bytes)
+
+    def take(self, tenant: str, ids: At, now_s: float) -> None:
+        """Count a pin on these distinct blocks. Raises BadInputError if that is too much; nothing has changed then."""
+        at = self._grown(ids)
+        more = int(pages(self._index.table.size_bytes[at[self._n_pins[at] == 0]]).sum())
+        held, most = self.held_by(tenant), self.most_of(tenant)
+        left = self.room_bytes - self.held_bytes
+        if more and (held + more > most or more > left):
+            self._counters.add("refused_pins")
+            raise BadInputError(self._refusal(tenant, more, held, most, left, now_s))
+        self._n_pins[at] += 1
+        self._held_bytes[tenant] = held + more
+
+    def give_back(self, tenant: str, ids: At) -> None:
+        """A pin on these blocks has ended; they are still in the table."""
+        at = self._grown(ids)
+        self._n_pins[at] -= 1
+        less = int(pages(self._index.table.size_bytes[at[self._n_pins[at] == 0]]).sum())
+        self._held_bytes[tenant] -= less
+        if not self._held_bytes[tenant]:
+            del self._held_bytes[tenant]
+
+    def stats(self) -> dict[str, float]:
+        """Gauges."""
+        return {"pinned_bytes": self.held_bytes, "pin_room_bytes": self.room_bytes}
+
+    def check(self) -> None:
+        """Raises IntegrityError if what is counted is not what the pins hold. For tests: looks at every pin."""
+        counts = np.zeros_like(self._n_pins)
+        for pin in self._pins:
+            np.add.at(counts, self._grown(pin.ids), 1)
+        if not np.array_equal(counts, self._n_pins):
+            raise IntegrityError("pins hold other blocks than their quota has counted")
+        if (self.held_bytes > 0) != bool(len(self._pins)):
+            raise IntegrityError(f"{len(self._pins)} pins hold {self.held_bytes} bytes by their quota")
+
+    def _refusal(self, tenant: str, more: int, held: int, most: int, left: int, now_s: float) -> str:
+        if held + more > most:
+            flag = "--pin-tenant" if self._tenant_bytes else "its share of --pin-dram"
+            limit = f"it has pinned {format_size(held)} of the {format_size(most)} that it may ({flag})"
+        else:
+            limit = (
+                f"pins may hold {format_size(self.room_bytes)} in all (--pin-dram), {format_size(left)} of it are left"
+            )
+        ends_s = min((pin.deadline_s - now_s for pin in self._pins if pin.tenant == tenant), default=0.0)
+        wait = f"; the next of its pins ends in {max(ends_s, 0.0):.0f} s" if ends_s else ""
+        return (
+            f"tenant {tenant!r} can't pin {format_size(more)} more: {limit}. Pin a shorter prefix, or unpin what is "
+            f"not needed any more{wait}"
+        )
+
+    def _grown(self, ids: At) -> NDArray[np.intp]:
+        n = self._index.table.capacity_blocks
+        if len(self._n_pins) < n:
+            grown = np.zeros(n, np.uint32)
+            grown[: len(self._n_pins)] = self._n_pins
+            self._n_pins = grown
+        return ids.astype(np.intp, copy=False)
