@@ -249,7 +249,8 @@ def _are_same(one: RowPath, other: RowPath, n_rows: int) -> bool:
     if one.has_extras or other.has_extras:
         return all(one.child_key(row) == other.child_key(row) for row in range(n_rows))
     n_bytes = n_rows * one.row_bytes
-    return np.array_equal(*(np.frombuffer(path.data[:n_bytes], np.uint8) for path in (one, other)))
+    mine, others = (np.frombuffer(path.data[:n_bytes], np.uint8) for path in (one, other))
+    return np.array_equal(mine, others)
 
 
 def _may_be_meant(mine: Namespace, other: Namespace) -> bool:

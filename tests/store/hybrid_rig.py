@@ -141,7 +141,7 @@ class HybridRig:
         for part in range(len(layout.needs)):
             self.put(session, layout, tokens, part)
 
-    def hold(self, session: int, layout: Layout, tokens: Tokens, load: Any = None, **more: int) -> Reading | None:
+    def hold(self, session: int, layout: Layout, tokens: Tokens, load: Any = None, **more: Any) -> Reading | None:
         """Lease, and compare every byte that it shows."""
         lease = self.rig.store.lease(session, self.prompt(layout, tokens), load=load, **more)
         if not lease.id:

@@ -166,8 +166,11 @@ def test_models_whose_kv_can_not_be_stored(make_cache: MakeCache, settings: dict
 
 @pytest.mark.parametrize("layer_types", [["conv", "full_attention"], ["full_attention", "conv"]])
 def test_models_with_states_are_refused(make_cache: MakeCache, layer_types: list[str]) -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = Lfm2ForCausalLM(Lfm2Config(**sizes, intermediate_size=32, vocab_size=VOCABULARY, layer_types=layer_types))
+    config = Lfm2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
+        vocab_size=VOCABULARY, layer_types=layer_types,
+    )  # fmt: skip
+    model = Lfm2ForCausalLM(config)
     where = layer_types.index("conv")
     with pytest.raises(BadInputError, match=f"layer {where} of Lfm2ForCausalLM keeps a LinearAttentionLayer.*states"):
         make_cache(model, tokens(0, 20)[None])
