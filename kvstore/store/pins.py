@@ -76,10 +76,10 @@ class PinQuota:
 
     def check(self) -> None:
         """Raises IntegrityError if what is counted is not what the pins hold. For tests: looks at every pin."""
-        counts = np.zeros_like(self._n_pins)
+        counts = np.zeros(self._index.table.capacity_blocks, np.uint32)
         for pin in self._pins:
             np.add.at(counts, self._grown(pin.ids), 1)
-        if not np.array_equal(counts, self._n_pins):
+        if not np.array_equal(counts[: len(self._n_pins)], self._n_pins):
             raise IntegrityError("pins hold other blocks than their quota has counted")
         if (self.held_bytes > 0) != bool(len(self._pins)):
             raise IntegrityError(f"{len(self._pins)} pins hold {self.held_bytes} bytes by their quota")

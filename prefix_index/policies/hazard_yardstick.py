@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 _LOSS_BEGINS, _LOSS_ENDS = 0.001, 0.0005
-_CHANCE = 0.4
+_CHANCE = 0.2
 _CREDIT_MOST = 0.05
-_ROOM_SHARE = 32
+_ROOM_SHARE = 128
 _MEMORY_SHARE = 32
 _MEMORY_MIN_BLOCKS = 1 << 18
 
@@ -15,8 +15,8 @@ _MEMORY_MIN_BLOCKS = 1 << 18
 class LruYardstick:
     """Counts blocks by the request that used them last. The latest requests whose blocks fit into the room are what LRU
     would hold, of the one before them the first blocks. ``loses`` is whether more than a thousandth of the blocks
-    accessed has been lost against it, and more than may be chance (0.4 standard deviations of the sum of all
-    differences), until half of the thousandth is made good."""
+    accessed has been lost against it, and more than may be chance (0.2 standard deviations of the sum of all
+    differences, and a 128th of the room), until half of the thousandth is made good."""
 
     def __init__(self) -> None:
         self.room_blocks = math.inf

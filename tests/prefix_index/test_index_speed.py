@@ -7,7 +7,7 @@ from kvstore.prefix_index.node import Node
 
 
 def test_figures_are_there_and_a_block_weighs_at_most_400_bytes() -> None:
-    figures = index_speed.run(pairs=1, large_blocks=12_000, memory_blocks=3000, children=50)
+    figures = index_speed.run(pairs=1, large_blocks=12_000, memory_blocks=9000, children=50)
     assert figures["size_large_blocks"] >= 12_000
     for block_tokens in (16, 512):
         for edges in (16, 256):

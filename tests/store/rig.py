@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.clock import ManualClock
+from kvstore.config import PinOptions
 from kvstore.lease import Reservation
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.policies import make_policy
@@ -24,6 +25,7 @@ from kvstore.types import ExtraKey, KVSpec, Namespace
 
 KIB = 1 << 10
 BLOCK_TOKENS = 2
+ANY_BYTES = 1 << 40
 
 
 class Rig:
@@ -43,7 +45,10 @@ class Rig:
         self.dram = DramTier(capacity_bytes, region_bytes, starter_bytes, prefault=False)
         index = PrefixIndex(make_policy("lru"), reserve_blocks=64, nvme=nvme is not None)
         limits = limits or LeaseLimits(10.0, 100.0)
-        self.store = Store(index, self.dram, self.clock, limits, region_bytes, nvme, write, history_blocks=256)
+        pins = PinOptions(ANY_BYTES, ANY_BYTES, limits.default_s, limits.max_s)
+        self.store = Store(
+            index, self.dram, self.clock, limits, region_bytes, nvme, write, history_blocks=256, pins=pins
+        )
 
     def close(self) -> None:
         self.store.check()
