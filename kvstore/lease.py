@@ -141,6 +141,14 @@ class RoomRequest(Protocol):
     """Slots not wanted any more, as what was to fill them is worth less than what would have to go."""
 
 
+class Unstored(NamedTuple):
+    """Rows of a prompt that are not stored, and why."""
+
+    first_row: int
+    end_row: int
+    left: Left
+
+
 @dataclass(slots=True)
 class Reservation(Claim):
     """The right to fill slots that nobody can see yet. ``prefix_ids``, ancestors that only DRAM holds, stay pinned.
@@ -164,8 +172,8 @@ class Reservation(Claim):
     root: tuple[str, str] = ("", "")
     """Salt and LoRA identity, of which ``root_key`` is made."""
     skipped_reason: str = ""
-    unstored: Left | None = None
-    """Why the prompt's blocks behind those that it is for are not stored with them."""
+    unstored: list[Unstored] = field(default_factory=list)
+    """The prompt's blocks that are not stored with it although they were to be."""
     slots: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     quarantined: bool = False
     n_held: int = 0

@@ -17,6 +17,7 @@ class Skips:
     def __init__(self, index: PrefixIndex, counters: Counters) -> None:
         self._index = index
         self._counters = counters
+        counters.add("offload_skipped_blocks", 0)
 
     def add(self, blocks: Sequence[int], why: Unwritten) -> None:
         """These blocks are skipped for now; their next access offers them again."""

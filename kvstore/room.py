@@ -111,15 +111,15 @@ class RoomMaker:
         n = self._n_allowed(request)
         return self._dram.allocate(request.writer, request.tenant, request.slot_bytes, n)
 
-    def why_short(self, request: RoomRequest, n_lacking: int) -> str:
-        """Why it has not got so many of its slots, in words."""
+    def why_short(self, request: RoomRequest, n_lacking: int) -> tuple[Left, str]:
+        """Why it has not got so many of its slots, also in words."""
         tenants = self._index.tenants
         tenant = tenants.number(request.tenant)
         if tenants.room_bytes(tenant, DRAM) < n_lacking * request.slot_bytes:
             most = format_size(int(tenants.most_bytes[DRAM, tenant]))
-            return f"tenant {request.tenant!r} may have {most} of DRAM (--tenant-dram-max), and what it has is in use"
+            return Left.QUOTA, f"tenant {request.tenant!r} may have {most} of DRAM (--tenant-dram-max), no more is free"
         others = " or of tenants within their share" if tenants.is_fair and tenants.n_present[DRAM] > 1 else ""
-        return f"the DRAM tier is full of blocks in use{others}"
+        return Left.NO_ROOM, f"the DRAM tier is full of blocks in use{others}"
 
     def is_coming(self, request: RoomRequest) -> bool:
         """Whether it lacks room, and enough was retired for it that clients have yet to unmap, or is unsettled."""
@@ -196,13 +196,12 @@ class RoomMaker:
         return max(short, 0)
 
     def _decline(self, request: RoomRequest, rivals: Rivals) -> None:
-        first_key = rivals.conclude()
-        if first_key:
-            request.n_wanted -= rivals.n_declined
-            request.n_declined += rivals.n_declined
-            self._counters.add("declined_blocks", rivals.n_declined)
-            if self._index.history:
-                self._index.history.not_stored(first_key, Left.EVICTED)
+        keys = rivals.conclude()
+        if len(keys):
+            request.n_wanted -= len(keys)
+            request.n_declined += len(keys)
+            self._counters.add("declined_blocks", len(keys))
+            self._index.history.not_stored(keys, Left.DECLINED)
 
     def _evict_others(self, request: RoomRequest, asker: tuple[int, str, int], whose: Asker, short: int) -> int:
         step = short

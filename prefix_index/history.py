@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from kvstore.prefix_index.block_table import HIDDEN, At, BlockTable
 from kvstore.prefix_index.hint_columns import HintColumns
-from kvstore.types import KEY_BYTES
 
 FLUSH_BATCHES, FLUSH_ENTRIES = 512, 1 << 14
 """So many batches, or entries in them, wait for their place in the ring."""
@@ -31,7 +30,9 @@ class Left(StrEnum):
 
     EVICTED: the policy gave up its last copy. UNWANTED: as well, after a request had said that it is not used again.
     EXPIRED: its time was over. CORRUPT: its frame was damaged or could not be read. CLEARED: its namespace was.
-    NO_ROOM: the DRAM tier was full of blocks in use. GENERATED: it holds generated tokens, which were not to be stored.
+    NO_ROOM: the DRAM tier was full of blocks in use. QUOTA: its tenant's part of that tier was. TOO_LARGE: the tier has
+    not room for one block of this size, TOO_LONG: nor for all that was to be stored at once. DECLINED: the policy took it
+    for worth less than what would have had to go. GENERATED: it holds generated tokens, which were not to be stored.
     UNCOMMITTED: a client had reserved it, and its right ended before it was committed.
     """
 
@@ -41,6 +42,10 @@ class Left(StrEnum):
     CORRUPT = "corrupt"
     CLEARED = "cleared"
     NO_ROOM = "no_room"
+    QUOTA = "quota"
+    TOO_LARGE = "too_large"
+    TOO_LONG = "too_long"
+    DECLINED = "declined"
     GENERATED = "generated"
     UNCOMMITTED = "uncommitted"
 
@@ -166,11 +171,10 @@ class History:
         if len(at):
             self._push(self._table.key[at], self._table.last_use_s[at], _CODE[left], tier, 0)
 
-    def not_stored(self, key: bytes, left: Left) -> None:
-        """A block with this key was to be stored and was not."""
-        if not self:
-            return
-        self._push(np.frombuffer(key, np.uint8).reshape(1, KEY_BYTES), np.full(1, np.nan), _CODE[left], -1, 0)
+    def not_stored(self, keys: NDArray[np.uint8], left: Left) -> None:
+        """Blocks with these keys, uint8 [n, 16], were to be stored and were not. Keeps ``keys``: never change it."""
+        if self and len(keys):
+            self._push(keys, np.full(len(keys), np.nan), _CODE[left], -1, 0)
 
     def not_written(self, at: At, why: Unwritten) -> None:
         """These blocks were to be written to NVMe and were not."""

@@ -33,12 +33,9 @@ class Rivals:
         """The last one left gives way."""
         self.n_declined += 1
 
-    def conclude(self) -> bytes:
-        """Tell the policy who was declined, once and before the others are inserted; the key of the first one, if any
-        was."""
-        if not self.n_declined:
-            return b""
+    def conclude(self) -> NDArray[np.uint8]:
+        """Tell the policy who was declined, once and before the others are inserted; their keys, uint8 [n, 16]."""
         n_entering = len(self._ranks) - self.n_declined
-        self._policy.declined(self._newcomers, n_entering)
-        key: bytes = self._newcomers.keys[n_entering].tobytes()
-        return key
+        if self.n_declined:
+            self._policy.declined(self._newcomers, n_entering)
+        return self._newcomers.keys[n_entering:]

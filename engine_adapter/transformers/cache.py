@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers.cache_utils import Cache, DummyLayer, DynamicCache
 
 from kvstore.client import Client, Wait
@@ -22,6 +21,7 @@ from kvstore.engine_adapter.block_writer import BlockWriter
 from kvstore.engine_adapter.counters import SharedCounters
 from kvstore.engine_adapter.parts import Handle, open_namespace
 from kvstore.engine_adapter.transformers.checks import (
+    Ids,
     is_whole_prompt,
     wrong_dtype,
     wrong_kind,
@@ -29,6 +29,7 @@ from kvstore.engine_adapter.transformers.checks import (
     wrong_positions,
     wrong_tokens,
 )
+from kvstore.engine_adapter.transformers.held import HeldTokens
 from kvstore.engine_adapter.transformers.identity import BLOCK_TOKENS, base_of, namespace_of, root_of
 from kvstore.engine_adapter.transformers.keeping import BatchKeeper, RowKeeper
 from kvstore.engine_adapter.transformers.layers import StoredLayer, StoredSlidingLayer
@@ -68,7 +69,8 @@ class KVStoreCache(DynamicCache):
         self._new_keeper = new_keeper
         self._by_index = {layer.index: layer for layer in shapes.layers}
         self._first_index, self._last_index = shapes.layers[0].index, shapes.layers[-1].index
-        self._ids: NDArray[np.uint32] | None = None
+        self._ids: Ids | None = None
+        self._held = HeldTokens(rows, prefix.n_columns)
         layers: list[Any] = []
         for index in range(shapes.n_layers):
             layer = self._by_index.get(index)
@@ -161,6 +163,28 @@ class KVStoreCache(DynamicCache):
             self._guarded(self._keeper.finish)
         return self.n_stored_blocks
 
+    def before_generate(self, inputs: dict[str, Any]) -> None:
+        """Called before the model's ``generate``, which alone has the whole sequence.
+
+        Raises BadInputError if it does not begin with what the cache holds, or with the prompt that it was made for:
+        then nothing more is stored. Where only what follows is given (the mask says so), or embeddings, ``generate``
+        does not know the beginning either: forwards are checked, but not what came before.
+        """
+        input_ids = inputs.get("input_ids")
+        if input_ids is None:
+            input_ids = inputs.get("inputs")
+        if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2:
+            return
+        n_held = self.get_seq_length()
+        n_rows, n_columns = input_ids.shape
+        repeats = self._repeats(n_rows)
+        mask = inputs.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+            if n_held and mask.shape[1] == n_held + n_columns:
+                return
+            self._refuse_if(wrong_mask(self._rows, mask, 0, n_columns, repeats))
+        self._refuse_if(self._held.wrong(_host_ids(input_ids), n_held, repeats))
+
     def before_forward(self, inputs: dict[str, Any]) -> None:
         """Called by the model's hook. Raises BadInputError if this is not what the cache was made for."""
         self._ids = None
@@ -171,11 +195,8 @@ class KVStoreCache(DynamicCache):
             self._stop("the tokens are not known, only their embeddings")
             return
         first, end = self.get_seq_length(), self.get_seq_length() + input_ids.shape[1]
-        batch = len(self._rows.ids)
-        repeats, rest = divmod(input_ids.shape[0], batch)
-        if rest:
-            self._refuse_if(f"a batch of {input_ids.shape[0]} rows was given, but the cache was made for {batch}")
-        ids = input_ids.detach().cpu().numpy().astype(np.uint32)
+        repeats = self._repeats(input_ids.shape[0])
+        ids = _host_ids(input_ids)
         if first and self._fresh and is_whole_prompt(self._rows, ids, repeats):
             self._forget_hit()
             first, end = 0, ids.shape[1]
@@ -187,6 +208,7 @@ class KVStoreCache(DynamicCache):
             or wrong_positions(self._rows, inputs.get("position_ids"), end, repeats)
         )
         self._expand(repeats)
+        self._held.add(first, ids)
         self._ids = ids
 
     def update(
@@ -249,8 +271,9 @@ class KVStoreCache(DynamicCache):
     # What changes the rows or the length: stored blocks stay, what comes can't be told apart any more.
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Rows change places: nothing more is stored."""
+        """Rows change places: nothing more is stored, and this ``generate`` is the last."""
         self._stop("beams were reordered")
+        self._held.forget()
         super().reorder_cache(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -258,25 +281,40 @@ class KVStoreCache(DynamicCache):
         if tokens_to_remove:
             self._stop("tokens were taken back")
         super().crop(tokens_to_remove)
+        self._held.cut(self.get_seq_length())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Rows change: nothing more is stored."""
+        """Rows change: nothing more is stored, and this ``generate`` is the last."""
         self._stop("rows were selected")
+        self._held.forget()
         super().batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """As transformers' own."""
+        super().batch_repeat_interleave(repeats)
+        self._held.repeat(repeats)
 
     def reset(self) -> None:
         """Forget everything; nothing more is stored."""
         self._stop("the cache was reset")
         super().reset()
+        self._held = HeldTokens(self._rows, 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy to go on from, as of a prompt that several requests share: it stores nothing."""
         for layer in self.layers:
             getattr(layer, "keys", None)  # loads what the layer begins with
         copied = copy.copy(self)
-        vars(copied).update(_keeper=None, _new_keeper=None, _in_pass=False)
+        vars(copied).update(_keeper=None, _new_keeper=None, _in_pass=False, _held=self._held.copy())
         copied.layers = copy.deepcopy(self.layers, memo)
         return copied
+
+    def _repeats(self, n_rows: int) -> int:
+        """How often each row of the batch stands in ``n_rows``. Raises BadInputError if that is no whole number."""
+        batch = len(self._rows.ids)
+        if n_rows % batch:
+            self._refuse_if(f"a batch of {n_rows} rows was given, but the cache was made for {batch}")
+        return n_rows // batch
 
     def _expand(self, repeats: int) -> None:
         """``generate`` computes each row several times (beams, several answers): have the stored part as often."""
@@ -302,11 +340,17 @@ class KVStoreCache(DynamicCache):
         COUNTERS.add("unused_hit_tokens", self.n_hit_tokens)
         self.n_hit_tokens = 0
         super().reset()
+        self._held = HeldTokens(self._rows, 0)
         if self._new_keeper is not None:
             self._keeper = self._new_keeper(None, self.layers)
 
     _fresh = True
     """Nothing was computed with this cache yet."""
+
+
+def _host_ids(input_ids: torch.Tensor) -> Ids:
+    """Token ids as uint32 [rows, columns]."""
+    return input_ids.detach().cpu().numpy().astype(np.uint32)
 
 
 def _handle(store: Client | Handle, model: Any, **identity: Any) -> Handle:

@@ -1,13 +1,16 @@
-"""Which tokens a model computes with a cache: told to the cache before each forward.
+"""Which tokens a model computes with a cache: told to the cache before each ``generate`` and each forward.
 
 A cache of transformers only gets keys and values, and trusts that they belong to what it holds. Ours must know: for
-another prompt than the one it was made for it would give wrong answers, and store wrong blocks.
+another prompt than the one it was made for it would give wrong answers, and store wrong blocks. Only ``generate`` is
+given the whole sequence; a forward gets what the cache lacks. ``generate`` has no hooks, so it is wrapped in the model's
+class: in the model itself it would be copied with it, and run the model that it was copied from.
 """
 
 from __future__ import annotations
 
 import inspect
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -20,29 +23,59 @@ CACHE_NAMES = ("cache", "past_key_values")
 class Watcher(Protocol):
     """A cache that wants to be told."""
 
+    def before_generate(self, inputs: dict[str, Any]) -> None:
+        """``inputs``: the arguments of the model's ``generate`` by name."""
+        ...
+
     def before_forward(self, inputs: dict[str, Any]) -> None:
         """``inputs``: the arguments of the model's forward by name."""
         ...
 
 
 def watch(model: torch.nn.Module) -> None:
-    """Have the caches that are passed to ``model`` told what for. Idempotent."""
+    """Have the caches that are passed to ``model`` told what for. Idempotent; other caches see nothing of it."""
     if _tell not in model._forward_pre_hooks.values():  # noqa: SLF001 - there is no other way to ask
         model.register_forward_pre_hook(_tell, with_kwargs=True)
+    kind: Any = type(model)
+    generate = getattr(kind, "generate", None)
+    if generate is not None and not hasattr(generate, _TELLS):
+        kind.generate = _telling(generate)
+
+
+_TELLS = "_tells_watchers"
+
+
+def _telling(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """``generate`` of a class of models, which tells the cache that it is given first."""
+
+    @wraps(generate)
+    def tell_and_generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+        given = _by_name(generate, args, kwargs)
+        if (watcher := _watcher(given)) is not None:
+            watcher.before_generate(given)
+        return generate(model, *args, **kwargs)
+
+    setattr(tell_and_generate, _TELLS, True)
+    return tell_and_generate
 
 
 def _tell(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    given = kwargs
-    if args:
-        kind: Any = type(model)
-        given = {**dict(zip(_parameters(kind), args, strict=False)), **kwargs}
-    for name in CACHE_NAMES:
-        watcher = given.get(name)
-        if isinstance(watcher, Watcher):
-            watcher.before_forward(given)
-            return
+    kind: Any = type(model)
+    given = _by_name(kind.forward, args, kwargs)
+    if (watcher := _watcher(given)) is not None:
+        watcher.before_forward(given)
+
+
+def _watcher(given: dict[str, Any]) -> Watcher | None:
+    found = (given.get(name) for name in CACHE_NAMES)
+    return next((each for each in found if isinstance(each, Watcher)), None)
+
+
+def _by_name(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a method by name."""
+    return {**dict(zip(_parameters(function), args, strict=False)), **kwargs} if args else kwargs
 
 
 @cache
-def _parameters(kind: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+def _parameters(function: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)[1:]

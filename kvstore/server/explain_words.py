@@ -23,6 +23,10 @@ _COUNTED = {
     Reason.CORRUPT: "lost by damage",
     Reason.CLEARED: "cleared",
     Reason.NO_ROOM: "not stored for want of room",
+    Reason.QUOTA: "not stored for the tenant's quota",
+    Reason.TOO_LARGE: "too large to be stored",
+    Reason.TOO_LONG: "not stored, as the prompt is longer than the tier",
+    Reason.DECLINED: "declined by the policy",
     Reason.GENERATED: "not stored as generated",
     Reason.UNCOMMITTED: "not committed",
     Reason.BEING_WRITTEN: "being written",
@@ -78,6 +82,14 @@ class Wording:
             Reason.EXPIRED: ["give a longer ttl_s, or none"],
             Reason.CORRUPT: ["check the disk: `kvstore verify`, and the daemon's log"],
             Reason.NO_ROOM: ["see who holds blocks for long (`kvstore inspect claims`), or give the daemon more DRAM"],
+            Reason.QUOTA: [
+                "give the tenant more with --tenant-dram-max, or see what it has in use: `kvstore inspect claims`"
+            ],
+            Reason.TOO_LARGE: ["give the daemon more DRAM (--dram), or open the namespace with fewer block_tokens"],
+            Reason.TOO_LONG: ["give the daemon more DRAM (--dram): a put can't be longer than that tier"],
+            Reason.DECLINED: [
+                "nothing, if such prompts do not come back; if they do, it learns so, and --policy lru stores them all"
+            ],
             Reason.GENERATED: ["to keep those blocks: store='all', and --generated-tokens store"],
             Reason.UNCOMMITTED: ["see the client's log: it ended, or was slower than its reservation allowed (ttl_s)"],
             Reason.BEING_WRITTEN: ["ask again in a moment"],
@@ -96,6 +108,10 @@ class Wording:
         return {
             Reason.CLEARED: f"was cleared{ago} with its namespace",
             Reason.NO_ROOM: f"was not stored{ago}: the DRAM tier was full of blocks in use",
+            Reason.QUOTA: f"was not stored{ago}: its tenant's quota of DRAM (--tenant-dram-max) had no room for it",
+            Reason.TOO_LARGE: f"was not stored{ago}: one block of this namespace is larger than the DRAM tier",
+            Reason.TOO_LONG: f"was not stored{ago}: the DRAM tier has not room for so many blocks at once",
+            Reason.DECLINED: f"was not stored{ago}: {self._policy(DRAM)} took it for worth less than what is stored",
             Reason.GENERATED: f"was not stored{ago}: it holds generated tokens, which were not to be stored",
             Reason.UNCOMMITTED: f"was reserved by a client, whose right ended{ago} before it was committed",
             Reason.BEING_WRITTEN: "is just being written by a client",
@@ -103,7 +119,7 @@ class Wording:
 
     def _evicted(self, told: Explained, left: Departure) -> str:
         tier = "DRAM" if left.tier == DRAM else "NVMe"
-        policy = self._store.index.policy.of(left.tier).name
+        policy = self._policy(left.tier)
         unused = "" if math.isnan(left.idle_s) else f", {span(left.idle_s)} after its last use"
         text = f"was evicted from {tier} by {policy} {span(left.ago_s)} ago{unused}"
         if told.reason is Reason.UNWANTED:
@@ -111,6 +127,9 @@ class Wording:
         if left.unwritten is not None:
             return f"{text}; {_UNWRITTEN[left.unwritten]}"
         return f"{text}; it was not on NVMe" if left.tier == DRAM and self._store.hierarchy is not None else text
+
+    def _policy(self, tier: int) -> str:
+        return self._store.index.policy.of(tier).name
 
     def _as_far_as(self, told: Explained) -> str:
         """How far back the daemon remembers."""
@@ -179,11 +198,14 @@ def _which(prompt: Prompt, told: Explained) -> str:
 
 def _counts(prompt: Prompt, told: Explained) -> str:
     n = sum(told.missing.values())
+    n_missing = prompt.path.n_rows - told.n_hit
+    is_cut = n < n_missing and not told.groups
     if len(told.missing) == 1:
+        if is_cut:
+            return f"so it is with all of the first {n} of the {n_missing} missing blocks"
         return f"so it is with {'the one missing block' if n == 2 else f'{n - 1} missing blocks'} behind it"
     each = ", ".join(f"{n} {_COUNTED[reason]}" for reason, n in told.missing.most_common())
-    n_missing = prompt.path.n_rows - told.n_hit
-    of = f"of the {n_missing} missing blocks" if n == n_missing or told.groups else f"of the first {n} missing blocks"
+    of = f"of the first {n} of the {n_missing} missing blocks" if is_cut else f"of the {n_missing} missing blocks"
     return f"{of}: {each}"
 
 

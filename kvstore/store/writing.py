@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError, EndedError
-from kvstore.lease import Reservation
+from kvstore.lease import Reservation, Unstored
 from kvstore.prefix_index.block_table import DRAM, NO_PARENT, NVME, Ids
 from kvstore.prefix_index.history import Left
 from kvstore.prefix_index.index import Inserted, MissingParent
@@ -60,21 +60,24 @@ class Writing(Hybrids):
             prefix, n_present = self._part_place(prompt, first_block, n_blocks)
             n_rows = len(prefix)
         n_missing, reason = self._without_generated(prompt, first_block + n_present, n_blocks - n_present)
-        unstored = Left.GENERATED if reason else None
+        first_row = first_block + n_present
+        unstored = [Unstored(first_row + n_missing, first_block + n_blocks, Left.GENERATED)] if reason else []
         end_row = path.n_rows if prompt.part and prompt.ahead else n_rows
         if prompt.part and end_row >= first_block and n_missing > (left := end_row - first_block - n_present):
             reason = f"the blocks that these are parts of are stored up to {n_rows}: store part 0 first"
             self.counters.add("skipped_blocks", n_missing - left)
-            n_missing, unstored = left, None
+            n_missing, unstored = left, []
         if end_row < first_block:
             reason = f"the blocks before are not stored: {len(prefix)} of {first_block} are"
-            n_missing, unstored = 0, None
+            n_missing, unstored = 0, []
             self.counters.add("skipped_blocks", n_blocks)
         slot_bytes = self.dram.slot_bytes(stored.block_bytes)
         fitting = self.dram.capacity_bytes // slot_bytes
         if n_missing > fitting:
             # Nobody's blocks go for what can't be stored anyway.
-            reason, unstored = f"the DRAM tier has room for {fitting} blocks of this size at most", Left.NO_ROOM
+            reason = f"the DRAM tier has room for {fitting} blocks of this size at most"
+            too = Left.TOO_LONG if fitting else Left.TOO_LARGE
+            unstored.append(Unstored(first_row + fitting, first_row + n_missing, too))
             self.counters.add("skipped_blocks", n_missing - fitting)
             n_missing = fitting
         # An ancestor that is on NVMe may leave DRAM meanwhile: a prompt can be longer than DRAM.
@@ -143,17 +146,17 @@ class Writing(Hybrids):
         if reservation.n_declined and not reservation.skipped_reason:
             reservation.skipped_reason = "they would be the first to go: what is stored is worth more"
         skipped = reservation.n_wanted - len(reservation.slots)
-        if skipped and not reservation.skipped_reason:
-            reservation.skipped_reason = (
-                "the reservation ended while room was made"
-                if reservation.ended
-                else self._room.why_short(reservation, skipped)
-            )
         if skipped:
+            why, words = Left.UNCOMMITTED, "the reservation ended while room was made"
+            if not reservation.ended:
+                why, words = self._room.why_short(reservation, skipped)
+            reservation.skipped_reason = reservation.skipped_reason or words
             self.counters.add("skipped_blocks", skipped)
-            reservation.unstored = Left.UNCOMMITTED if reservation.ended else Left.NO_ROOM
+            first_row = reservation.first_block + reservation.n_present
+            end_row = first_row + reservation.n_wanted
+            reservation.unstored.append(Unstored(first_row + len(reservation.slots), end_row, why))
         if not len(reservation.slots):
-            self._note_unstored(reservation, 0)
+            note_unstored(self.index, reservation, reservation.unstored)
             self._drop_reservation(reservation, reservation.owner)
         return reservation
 
@@ -202,8 +205,7 @@ class Writing(Hybrids):
                 reservation.namespace, reservation.root, reservation.path, first_row, inserted.ids, inserted.is_new
             )
             self._note_stored(reservation, whole_path, inserted)
-        if n_blocks == len(reservation.slots):
-            self._note_unstored(reservation, n_blocks)
+        note_unstored(self.index, reservation, reservation.unstored)
         reservation.slots = np.concatenate([slots[~inserted.is_new], reservation.slots[n_blocks:]])
         self._drop_reservation(reservation, session_id)
         n_duplicate = int(len(slots) - len(fresh))
@@ -227,16 +229,11 @@ class Writing(Hybrids):
         if not reservation.part and (inserted is None or not reservation.n_present):  # once a request
             self.counters.add("hinted_requests", reservation.use.hints is not None)
 
-    def _note_unstored(self, reservation: Reservation, n_stored: int) -> None:
-        """It has ended with so many blocks stored: remember why those behind them are not, if they were to be."""
-        if reservation.unstored is not None:
-            row = reservation.first_block + reservation.n_present + n_stored
-            note_unstored(self.index, reservation, row, reservation.unstored)
-
     def _note_uncommitted(self, reservation: Reservation) -> None:
         """Its right has ended before it was committed."""
         first_row = reservation.first_block + reservation.n_present
-        note_unstored(self.index, reservation, first_row, Left.UNCOMMITTED)
+        end_row = first_row + len(reservation.slots)
+        note_unstored(self.index, reservation, [Unstored(first_row, end_row, Left.UNCOMMITTED)])
 
     def _rivals(self, reservation: Reservation) -> Rivals:
         """What it is to store, as candidates for eviction."""

@@ -32,6 +32,11 @@ def key_of(number: int) -> bytes:
     return bytes((number % 5,)) * 8 + bytes((number,)) * 8
 
 
+def keys_of(numbers: Sequence[int]) -> NDArray[np.uint8]:
+    """uint8 [n, 16]."""
+    return np.frombuffer(b"".join(map(key_of, numbers)), np.uint8).reshape(-1, 16)
+
+
 @dataclass
 class Remembered:
     """The same as a ``History``, as a list. Times are multiples of a half, so that none is rounded."""
@@ -104,17 +109,17 @@ def test_the_newest_entries_are_kept_and_the_newest_of_a_key_counts(
                 history.lost(at, Left.CORRUPT, NVME)
                 model.add(numbers, Left.CORRUPT, NVME, last_use_s)
             elif what == "not_stored":
-                history.not_stored(key_of(numbers[0]), Left.NO_ROOM)
-                model.add(numbers[:1], Left.NO_ROOM, -1, math.nan)
+                history.not_stored(keys_of(numbers), Left.NO_ROOM)
+                model.add(numbers, Left.NO_ROOM, -1, math.nan)
             elif what == "wait":
                 clock.advance(0.5 * len(numbers))
             else:
                 distinct = list(dict.fromkeys(numbers))
-                keys = np.frombuffer(b"".join(map(key_of, distinct)), np.uint8).reshape(-1, 16)
+                keys = keys_of(distinct)
                 told = [model.of(key_of(number)) for number in distinct]
                 assert all(map(same, history.of(keys), told)), (history.of(keys), told)
         every = [key_of(number) for number in range(N_KEYS)]
-        found = history.of(np.frombuffer(b"".join(every), np.uint8).reshape(-1, 16))
+        found = history.of(keys_of(range(N_KEYS)))
         assert all(map(same, found, map(model.of, every))), (found, list(map(model.of, every)))
         assert len(history) == min(len(model.entries), capacity)
         assert history.has_forgotten == (len(model.entries) > capacity)
@@ -125,7 +130,7 @@ def test_nothing_is_kept_or_done_before_it_has_begun() -> None:
     table, ids = table_of_keys()
     history = History(table, HintColumns(table))
     history.lost(ids, Left.CORRUPT, NVME)
-    history.not_stored(key_of(1), Left.NO_ROOM)
+    history.not_stored(keys_of([1]), Left.NO_ROOM)
     history.not_written(ids, Unwritten.QUEUE_FULL)
     assert not history
     assert (len(history), history.reach_s, history.of(table.key[ids[:2]])) == (0, 0.0, [None, None])

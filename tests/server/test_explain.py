@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from kvstore.client import Client
 from kvstore.clock import ManualClock
+from kvstore.config import TenantOptions
 from kvstore.errors import BadInputError
 from kvstore.hybrid import parts_of
 from kvstore.server.explain_words import span
@@ -68,6 +70,23 @@ def test_an_operator_is_told_who_evicted_it_when_and_what_to_do(client: Client, 
     assert told.advice == (
         "the tiers are small for how late prompts come back: `kvstore plan` says what more DRAM or NVMe gives",
     )
+
+
+def test_a_quota_is_not_called_a_full_tier(start_daemon: Callable[..., Any]) -> None:
+    daemon = start_daemon(policy="lru", tenants=TenantOptions(dram_max="small=256KiB"))
+    with Client(daemon.config.socket_path, "small", timeout_s=5.0) as small:
+        ns = small.open(replace(NAMESPACE, tenant="small"))
+        assert ns.put(tokens(9), blocks(9)).n_stored == 4
+        told = ns.explain(tokens(9))
+        assert (told.reason, told.missing) == ("quota", {"quota": 5})
+        assert "quota of DRAM (--tenant-dram-max)" in told.lines[1]
+        assert "--tenant-dram-max" in told.advice[0]
+
+
+def test_how_many_missing_blocks_were_looked_at(client: Client) -> None:
+    ns = client.open(NAMESPACE)
+    assert ns.explain(tokens(300)).lines[-1] == "so it is with all of the first 256 of the 300 missing blocks"
+    assert ns.explain(tokens(200)).lines[-1] == "so it is with 199 missing blocks behind it"
 
 
 def test_a_hit_needs_no_more_words(client: Client) -> None:

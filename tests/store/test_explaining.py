@@ -18,6 +18,7 @@ from kvstore.prefix_index.history import Unwritten
 from kvstore.store.explaining import LOOKED_AT_MAX, Explained, Explainer, Reason
 from kvstore.store.hierarchy import WriteBehind
 from kvstore.store.requests import Prompt
+from kvstore.store.unstored import NOTED_ROWS_MAX
 from kvstore.types import ExtraKey, KVSpec
 from tests.store.hybrid_rig import LAYOUTS, HybridRig
 from tests.store.rig import BLOCK_TOKENS, KIB, Rig
@@ -178,15 +179,69 @@ def test_no_room_as_all_of_it_is_in_use(rig: Rig) -> None:
     rig.put(ALICE, full)
     lease = rig.store.lease(BOB, full)
     assert rig.put(ALICE, prompt).n_committed == 2
-    assert facts(explain(rig, prompt)) == (2, 2, Reason.NO_ROOM)
+    told = explain(rig, prompt)
+    assert facts(told) == (2, 2, Reason.NO_ROOM)
+    assert dict(told.missing) == {Reason.NO_ROOM: 4}
     assert rig.put(ALICE, prompt).n_committed == 0
     assert facts(explain(rig, prompt)) == (2, 2, Reason.NO_ROOM)
     rig.store.release(BOB, lease.id)
     assert rig.put(ALICE, prompt).n_committed == 4
     assert explain(rig, prompt).reason is Reason.STORED
-    larger = rig.rows(40, 3)
+
+
+def test_what_can_never_fit(rig: Rig) -> None:
+    longer = rig.rows(40, 3)
+    rig.put(ALICE, longer)
+    told = explain(rig, longer)
+    assert facts(told) == (32, 32, Reason.TOO_LONG)
+    assert dict(told.missing) == {Reason.TOO_LONG: 8}
+    n_bytes = 2 * rig.dram.capacity_bytes
+    larger = rig.rows(3, 4, namespace=rig.namespace(spec=KVSpec.opaque(BLOCK_TOKENS, n_bytes), revision="large"))
     rig.put(ALICE, larger)
-    assert facts(explain(rig, larger))[1:] == (32, Reason.NO_ROOM)
+    told = explain(rig, larger)
+    assert facts(told) == (0, 0, Reason.TOO_LARGE)
+    assert dict(told.missing) == {Reason.TOO_LARGE: 3}
+
+
+def test_a_tenant_s_quota(rig: Rig) -> None:
+    tenants, prompt = rig.store.index.tenants, rig.rows(10, 1)
+    most_bytes = 4 * rig.dram.slot_bytes(4 * KIB)
+    tenants.most_bytes[DRAM, tenants.number(prompt.namespace.namespace.tenant)] = most_bytes
+    assert rig.put(ALICE, prompt).n_committed == 4
+    told = explain(rig, prompt)
+    assert facts(told) == (4, 4, Reason.QUOTA)
+    assert dict(told.missing) == {Reason.QUOTA: 6}
+
+
+def test_no_room_and_generated_at_once(rig: Rig) -> None:
+    full = rig.rows(30, 1)
+    rig.put(ALICE, full)
+    rig.store.lease(BOB, full)
+    prompt = rig.rows(8, 2)._replace(n_prompt_tokens=5 * BLOCK_TOKENS, prompt_only=True)
+    assert rig.put(ALICE, prompt).n_committed == 2
+    assert dict(explain(rig, prompt).missing) == {Reason.NO_ROOM: 3, Reason.GENERATED: 3}
+
+
+def test_of_a_long_put_only_so_many_blocks_are_remembered(make_rig: MakeRig) -> None:
+    rig = make_rig(capacity_bytes=64 * KIB)
+    n = NOTED_ROWS_MAX + 40
+    rig.put(ALICE, rig.rows(n, 1))
+    assert dict(explain(rig, rig.rows(n, 1)).missing) == {Reason.TOO_LONG: LOOKED_AT_MAX}
+    assert len(rig.store.index.history) == NOTED_ROWS_MAX
+    assert not rig.store.index.history.has_forgotten
+
+
+def test_declined_by_the_policy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.put(ALICE, rig.rows(30, 1))
+    policy, prompt = rig.store.index.policy, rig.rows(6, 2)
+    monkeypatch.setattr(policy, "weighs", True)
+    monkeypatch.setattr(policy, "weigh", lambda newcomers: np.full(len(newcomers.keys), -1.0))
+    assert rig.put(ALICE, prompt).n_committed == 2
+    told = explain(rig, prompt)
+    assert facts(told) == (2, 2, Reason.DECLINED)
+    assert dict(told.missing) == {Reason.DECLINED: 4}
+
+
 
 
 def test_generated_tokens_that_were_not_to_be_stored(rig: Rig) -> None:

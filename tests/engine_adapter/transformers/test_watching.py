@@ -15,6 +15,10 @@ class Told:
 
     def __init__(self) -> None:
         self.inputs: list[dict[str, Any]] = []
+        self.generated: list[dict[str, Any]] = []
+
+    def before_generate(self, inputs: dict[str, Any]) -> None:
+        self.generated.append(inputs)
 
     def before_forward(self, inputs: dict[str, Any]) -> None:
         self.inputs.append(inputs)

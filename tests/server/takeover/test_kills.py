@@ -267,7 +267,7 @@ def holder_facts(pid: int) -> tuple[int, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_twenty_restarts_leak_nothing(warm: Warm, client: Client) -> None:
-    warm.start()
+    warm.start("--policy", "lru")  # which takes in whatever comes
     assert client.wait_healthy(20.0)
     ns = client.open(NAMESPACE)
     put(ns, range(100))
@@ -279,7 +279,7 @@ def test_twenty_restarts_leak_nothing(warm: Warm, client: Client) -> None:
             found(other, range(100))
             put(other, range(10_000 + turn, 10_001 + turn))
         warm.end(signal.SIGKILL if turn % 2 else signal.SIGTERM)
-        warm.start()
+        warm.start("--policy", "lru")
         assert client.wait_healthy(20.0)
         assert found(ns, range(100)) > 350
         assert put(ns, range(2000 + 10 * turn, 2010 + 10 * turn)) > 30
