@@ -318,12 +318,14 @@ class Onboarder:
             self._clock.now_s(), n_bytes,
         )  # fmt: skip
         self._reads.append(reading)
+        self._hold(reading, 1)
         group.n_reads += 1
         self._jobs.append(Job(Lane.READ, reading.run, lambda: self._finish(reading), n_bytes))
 
     def _finish(self, reading: _Reading) -> None:
         ids, slots, index = reading.ids, reading.slots, self._index
         self._reads.remove(reading)
+        self._hold(reading, -1)
         arrived = self._nvme.finish_read(reading.job)
         good = arrived & reading.verified
         # A client may have stored the same block again meanwhile, or had all of its namespace cleared.
@@ -351,6 +353,11 @@ class Onboarder:
         self._learn(reading.group)
         self._leave(ids, reading.n_bytes)
         self.pump()
+
+    def _hold(self, reading: _Reading, sign: int) -> None:
+        """The slots of a read on its way count for its tenant."""
+        n_bytes = len(reading.slots) * self._dram.slot_bytes(reading.layout.payload_bytes)
+        self._index.tenants.hold(self._index.tenants.number(reading.group.tenant), DRAM, sign * n_bytes)
 
     def _learn(self, group: _Group) -> None:
         """A batch of it is there: how long did all of it take, if that was the last one?"""

@@ -230,6 +230,12 @@ class BlockTable:
         """The column that has a tier's order; another array after the table has grown."""
         return self.rank if tier == DRAM else self.nvme_rank
 
+    def in_slots(self, slots: NDArray[np.int64]) -> Ids:
+        """Blocks that have their DRAM copies in these slots. Looks at the whole table."""
+        span = slice(self.n_used)
+        held = (self.residency[span] & np.uint64(DRAM_BIT) != 0) & np.isin(self.slot[span], slots)
+        return np.flatnonzero(held).astype(np.uint32)
+
     def resident(self, at: At, tier: int) -> NDArray[np.bool_]:
         """Which of the blocks have a copy in a tier."""
         mask: NDArray[np.bool_] = (self.residency[at] & residency_bit(tier)) != 0

@@ -93,8 +93,7 @@ class FairOrder:
         if not self._shared:
             self._each.clear()
             return
-        if of is None:
-            self._whole.forget()
+        self._whole.forget()
         self._asker = asker
         self._is_last_resort = False
         self._round = Round(tenants, self._tier, asker) if of is None else None

@@ -120,10 +120,9 @@ class PrefixIndex:
     @property
     def n_parts(self) -> int:
         """Parts of blocks among them, hidden ones left out."""
-        table = self.table
-        if not (table.n_parts and table.n_hidden):
-            return table.n_parts
-        return int(np.count_nonzero(table.state[: table.n_used] == PART))
+        if not (self.table.n_parts and self.table.n_hidden):
+            return self.table.n_parts
+        return int(np.count_nonzero(self.table.state[: self.table.n_used] == PART))
 
     @property
     def n_dram_blocks(self) -> int:
@@ -328,12 +327,14 @@ class PrefixIndex:
             self.table.size_bytes[new] = size_bytes
             self.table.namespace[new] = use.namespace
             self.table.used(new, use.now_s, use.category)
-            self._policy.inserted(new, use)
-            self._policy.entered(new, DRAM)
             self.tenants.stored(use.namespace, len(new), size_bytes)
-            self._copies.evictors[DRAM].changed(new[-1:])
             if self.witness is not None:
                 self.witness.gained(new.astype(np.intp), DRAM, first=np.ones(len(new), np.bool_))
+            try:
+                self._policy.inserted(new, use)
+                self._policy.entered(new, DRAM)
+            finally:
+                self._copies.evictors[DRAM].changed(new[-1:])
         is_new = np.ones(end - first_row, np.bool_)
         is_new[: len(old)] = ~self.table.resident(old, DRAM) if self.table.nvme else False
         if len(new) < np.count_nonzero(is_new):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from kvstore.errors import BadInputError, EndedError
 from kvstore.hints import Hints
 from kvstore.prefix_index.rows import RowPath
@@ -17,6 +15,7 @@ from kvstore.types import KEY_BYTES, ExtraKey, Namespace, RowKind
 from kvstore.wire import kvstore_pb2 as pb
 
 EXTRAS_MAX = 4096
+POLICY_TIME_S_MAX = 1e12
 FAMILIES_CHECKED_MAX = 1024
 """Families that are remembered as such."""
 
@@ -61,8 +60,10 @@ class PromptReader:
 
     def _prompt(self, opened: OpenNamespace, path: RowPath, message: pb.Prompt) -> Prompt:
         time_s = message.policy_time_s if self._client_policy_clock else self._store.clock.now_s()
-        if not math.isfinite(time_s):
-            raise BadInputError(f"policy_time_s is {time_s!r}; it must be a finite number of seconds")
+        if not -POLICY_TIME_S_MAX <= time_s <= POLICY_TIME_S_MAX:
+            raise BadInputError(
+                f"policy_time_s is {time_s!r}; it must be a number of seconds of at most {POLICY_TIME_S_MAX:.0e} either way"
+            )
         if message.part >= len(opened.stored):
             n_parts = len(opened.stored)
             raise BadInputError(f"part is {message.part}; blocks of this namespace have parts below {n_parts}")

@@ -55,7 +55,7 @@ class PinQuota:
         more = int(pages(self._index.table.size_bytes[at[self._n_pins[at] == 0]]).sum())
         held, most = self.held_by(tenant), self.most_of(tenant)
         left = self.room_bytes - self.held_bytes
-        if more and (held + more > most or more > left):
+        if held + more > most or more > left:
             self._counters.add("refused_pins")
             raise BadInputError(self._refusal(tenant, more, held, most, left, now_s))
         self._n_pins[at] += 1

@@ -191,6 +191,10 @@ class Writing(Hybrids):
             raise EndedError(
                 f"reservation {reservation_id} lost its parent block ({error}): nothing was stored"
             ) from error
+        except Exception:
+            self._keep_what_is_found(reservation)
+            self._drop_reservation(reservation, session_id)
+            raise
         fresh = slots[inserted.is_new]
         self.dram.commit(fresh, inserted.ids[inserted.is_new].astype(np.int64))
         if reservation.part:
@@ -215,6 +219,13 @@ class Writing(Hybrids):
         if self.hierarchy is not None:
             self.hierarchy.offloader.accessed(self.index.admitted(whole_path, reservation.use, NVME))
         return Commit(len(fresh), n_duplicate)
+
+    def _keep_what_is_found(self, reservation: Reservation) -> None:
+        """Storing it went wrong half-way: slots that the index shows by now have their bytes, and are not free."""
+        ids = self.index.table.in_slots(reservation.slots)
+        shown = self.index.table.slot[ids]
+        self.dram.commit(shown, ids.astype(np.int64))
+        reservation.slots = np.setdiff1d(reservation.slots, shown)
 
     def _note_stored(self, reservation: Reservation, path: Ids, inserted: Inserted | None = None) -> None:
         """Write down what the request says about the blocks of its prompt, the last of which were just stored."""

@@ -108,7 +108,11 @@ class HazardPolicy(EvictionPolicy):
         keys = self.table.key[ids]
         entering = self._entering.pop(keys[0].tobytes(), None) if self._entering else None
         if entering is not None:
-            runs, counts = self._let_in(entering, len(ids))
+            if entering.n_left < len(ids):
+                self._let_in(entering, 0)
+                entering = None
+            else:
+                runs, counts = self._let_in(entering, len(ids))
         if entering is None or not runs:
             runs, counts = self._arrive(Newcomers(keys, above, use), depth)
         self._put(ids, runs, counts)

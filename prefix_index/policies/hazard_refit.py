@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 _REST = 19.0
 """So many times as long as a child took there is none: at most a twentieth of a core goes into learning."""
 
-_CHILD = ("-c", "from kvstore.prefix_index.policies.hazard_child import main; main()")
+_CHILD = ("-P", "-c", "from kvstore.prefix_index.policies.hazard_child import main; main()")
 
 
 class Learner(Protocol):
@@ -78,7 +78,7 @@ class RefitInChild:
 
     def __init__(self, timeout_s: float = 60.0, command: tuple[str, ...] | None = None) -> None:
         self._timeout_s = timeout_s
-        self._command = command if command is not None else (sys.executable, *_CHILD)
+        self._command = command if command is not None else (sys.executable or "python3", *_CHILD)
         self._lock = threading.Lock()
         self._learnt: Learnt | None = None
         self._thread: threading.Thread | None = None
