@@ -184,7 +184,9 @@ def _config_of(
     if path is None and nvme is not None:
         raise ConfigError(f"nvme is {nvme!r} but there is no path: name the directory that it is to lie in", ("nvme",))
     # Staying awake would keep Python's lock from whom it waits for.
-    given = {"poll_us": 0.0} | {name: _read(name, value, BY_FIELD[name].kind) for name, value in settings.items()}
+    given = {"poll_us": 0.0} | {
+        name: _read(name, value, BY_FIELD[name].kind) if name in BY_FIELD else value for name, value in settings.items()
+    }
     if not isinstance(path, str | os.PathLike | None) or (path is not None and not isinstance(os.fspath(path), str)):
         raise ConfigError(f"path is {path!r:.80}; give the path of a directory, or None for memory only", ("path",))
     nvme_dir = None if path is None else Path(path).absolute()

@@ -93,9 +93,10 @@ class PinQuota:
                 f"pins may hold {format_size(self.room_bytes)} in all (--pin-dram), {format_size(left)} of it are left"
             )
         ends_s = min((pin.deadline_s - now_s for pin in self._pins if pin.tenant == tenant), default=0.0)
+        what = f"pin {format_size(more)} more" if more else "pin the same again"
         wait = f"; the next of its pins ends in {max(ends_s, 0.0):.0f} s" if ends_s else ""
         return (
-            f"tenant {tenant!r} can't pin {format_size(more)} more: {limit}. Pin a shorter prefix, or unpin what is "
+            f"tenant {tenant!r} can't {what}: {limit}. Pin a shorter prefix, or unpin what is "
             f"not needed any more{wait}"
         )
 

@@ -90,6 +90,19 @@ def test_pins_have_a_quota_of_all_and_of_each(serve: Any) -> None:
         assert mine.stats()["pinned_bytes"] == 17 * BLOCK_BYTES
 
 
+def test_pins_beyond_a_share_that_has_become_smaller_are_not_renewed(serve: Any) -> None:
+    place = serve(pins=PinOptions(dram_bytes=12 * BLOCK_BYTES))
+    with place.connect(tenant="a") as mine, place.connect(tenant="b") as theirs:
+        ns, ns2 = (client.open(Namespace("m", SPEC, tenant=name)) for name, client in (("a", mine), ("b", theirs)))
+        put(ns, 12)
+        first = ns.pin(tokens(12), ttl_s=100.0)
+        assert ns.pin(tokens(12)).n_blocks == 12, "alone it has all"
+        put(ns2, 12)
+        with pytest.raises(BadInputError, match=r"tenant 'a' can't pin the same again: it has pinned 192.0 KiB of the"):
+            ns.pin(tokens(12))
+        assert ns.unpin(first)
+
+
 def test_a_pin_lives_no_longer_than_pins_may(serve: Any) -> None:
     place = serve(pins=PinOptions(default_s=5.0, max_s=60.0))
     with place.connect() as client:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.config import DaemonConfig
+from kvstore.config import DaemonConfig, PinOptions, TenantOptions
 from kvstore.embedded import config_of
 from kvstore.errors import BadInputError, ConfigError
 from tests.embedded.scene import NAMESPACE, NVME, SMALL, InUse
@@ -90,3 +90,12 @@ def test_settings_of_the_daemon_are_taken(tmp_path: Path) -> None:
     config = config_of(tmp_path / "kv", "1.5GiB", "2GB", policy="arc", write_policy="selective", selective_hits=3)
     assert (config.dram_bytes, config.nvme_bytes) == (3 << 29, 2 * 10**9)
     assert (config.policy, config.selective_hits, config.socket_path) == ("arc", 3, None)
+
+
+def test_groups_of_settings_are_given_as_what_they_are() -> None:
+    pins = PinOptions(dram_bytes=1 << 20, default_s=5.0)
+    with kvstore.open(dram="4MiB", pins=pins, tenants=TenantOptions()) as store:
+        assert store.stats()["pin_room_bytes"] == 1 << 20
+    for name in ("pins", "tenants"):
+        with pytest.raises(ConfigError, match=rf"{name} is 3; it must be \w+Options"):
+            kvstore.open(dram="4MiB", **{name: 3})

@@ -53,7 +53,7 @@ def test_an_arrival_that_was_not_the_one_weighed_is_taken_for_what_it_is() -> No
     keys = path.chain(ROOT, 0, path.n_rows)
     use = Use(1.0, 12, block_tokens=2)
     policy.declined(Newcomers(keys[:5], 0xFFFFFFFF, use), 4)
-    policy.declined(Newcomers(keys[:3], 0xFFFFFFFF, use), 2)
+    policy.declined(Newcomers(keys[:3], 0xFFFFFFFF, Use(1.0, 5, block_tokens=2)), 2)
     stored = index.insert(ROOT, path, 0, np.arange(6), 1, use)
     index.check()
     assert stored.is_new.all()
