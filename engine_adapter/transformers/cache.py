@@ -47,7 +47,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class KVStoreCache(DynamicCache):
-    """See the module. One prompt (or batch), one cache: make it with ``for_prompt``, give it to one ``generate``.
+    """See the module. One prompt (or batch), one cache: make it with ``for_prompt``, give it to ``generate``, and to
+    that of the next turn with the whole conversation.
 
     ``n_hit_tokens`` says how many leading tokens of the batch's columns need not be computed.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +26,10 @@ class Rows:
     def of(cls, input_ids: Any, attention_mask: Any = None, pad_token_id: int | None = None) -> Rows:
         """From ``input_ids`` [batch, columns] or [columns], and a mask of the same shape where rows are padded.
 
-        Raises BadInputError for another shape, for padding that is not on the left, and for padding without a mask.
+        Raises BadInputError for another shape or type (text, a tokenizer's whole output), for padding that is not on
+        the left, and for padding without a mask.
         """
-        columns = torch.as_tensor(input_ids)
+        columns = _tensor("input_ids", input_ids)
         if columns.ndim == 1:
             columns = columns[None]
         if columns.ndim != 2 or columns.dtype not in (torch.int64, torch.int32) or 0 in columns.shape:
@@ -48,7 +50,7 @@ def left_pads(attention_mask: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """How many columns of each row are padding, all of them on the left. Raises BadInputError if they are not."""
     if attention_mask is None:
         return (0,) * shape[0]
-    mask = torch.as_tensor(attention_mask)
+    mask = _tensor("attention_mask", attention_mask)
     if mask.ndim == 1:
         mask = mask[None]
     if tuple(mask.shape) != shape:
@@ -60,3 +62,19 @@ def left_pads(attention_mask: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     if bool((pads == shape[1]).any()):
         raise BadInputError("attention_mask hides a whole row; leave it out")
     return tuple(pads.tolist())
+
+
+def _tensor(name: str, given: Any) -> torch.Tensor:
+    """As a tensor. Raises BadInputError for what can't be one, saying what to give."""
+    if isinstance(given, Mapping):
+        raise BadInputError(
+            f"{name} are a {type(given).__name__}; give for_prompt the tensors in it: "
+            "input_ids=inputs['input_ids'], attention_mask=inputs['attention_mask']"
+        )
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise BadInputError(
+            f"{name} are {given!r:.40}, no table of integers ({error!s:.80}); give [batch, tokens] as a tokenizer "
+            "makes it: tokenizer(text, return_tensors='pt')['input_ids']"
+        ) from None

@@ -2,8 +2,8 @@
 
 A cache of transformers only gets keys and values, and trusts that they belong to what it holds. Ours must know: for
 another prompt than the one it was made for it would give wrong answers, and store wrong blocks. Only ``generate`` is
-given the whole sequence; a forward gets what the cache lacks. ``generate`` has no hooks, so it is wrapped in the model's
-class: in the model itself it would be copied with it, and run the model that it was copied from.
+given the whole sequence; a forward gets what the cache lacks. ``generate`` has no hooks, so it is wrapped in the
+model's class: in the model itself it would be copied with it, and run the model that it was copied from.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from functools import cache, wraps
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 CACHE_NAMES = ("cache", "past_key_values")
 """What a forward calls its cache: the first from transformers 5.24 on, which still takes the second."""
+
+CACHE_NAME: str = ALL_CACHE_NAMES[0]
+"""The one of these that this version of transformers prefers."""
 
 
 @runtime_checkable
@@ -46,13 +50,18 @@ _TELLS = "_tells_watchers"
 
 
 def _telling(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """``generate`` of a class of models, which tells the cache that it is given first."""
+    """``generate`` of a class of models, which tells the cache that it is given first.
+
+    A cache that is told may have either name in any version: 5.24 warns of the older one, 5.23 does not know the newer.
+    """
 
     @wraps(generate)
     def tell_and_generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         given = _by_name(generate, args, kwargs)
         if (watcher := _watcher(given)) is not None:
             watcher.before_generate(given)
+            named = {key: value for key, value in kwargs.items() if key not in CACHE_NAMES}
+            kwargs = {**named, CACHE_NAME: watcher}
         return generate(model, *args, **kwargs)
 
     setattr(tell_and_generate, _TELLS, True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from kvstore.engine_adapter.transformers import KVStoreCache
 from kvstore.errors import BadInputError
@@ -142,3 +143,21 @@ def test_padding_without_a_mask(make_cache: MakeCache) -> None:
 def test_ids_that_can_not_be(make_cache: MakeCache, ids: torch.Tensor) -> None:
     with pytest.raises(BadInputError, match="give integers"):
         make_cache(tiny_llama(), ids)
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ("hello", "input_ids are 'hello', no table of integers .*tokenizer"),
+        (["a", "b"], "no table of integers"),
+        ([[1, 2], [3]], "no table of integers"),
+        ([None], "no table of integers"),
+        ({"input_ids": tokens(1, 3)[None]}, r"input_ids are a dict; give .* input_ids=inputs\['input_ids'\]"),
+        (BatchEncoding({"input_ids": tokens(1, 3)[None]}), "input_ids are a BatchEncoding"),
+    ],
+)
+def test_no_ids_at_all(make_cache: MakeCache, ids: Any, said: str) -> None:
+    with pytest.raises(BadInputError, match=said):
+        make_cache(tiny_llama(), ids)
+    with pytest.raises(BadInputError, match=said.replace("input_ids are", "attention_mask are")):
+        make_cache(tiny_llama(), tokens(1, 3)[None], ids)

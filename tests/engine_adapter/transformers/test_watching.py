@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
-from kvstore.engine_adapter.transformers.watching import watch
+from kvstore.engine_adapter.transformers.watching import CACHE_NAME, watch
 
 
 class Told:
@@ -63,3 +64,22 @@ def test_a_newer_model_that_is_given_the_old_name_tells_it_too() -> None:
     told = Told()
     model(torch.zeros(1, 3), past_key_values=told)
     assert len(told.inputs) == 1
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_generate_tells_the_cache_it_is_given_whatever_model_of_the_class(name: str) -> None:
+    class Says(Older):
+        def generate(self, inputs: Any = None, generation_config: Any = None, **more: Any) -> Any:
+            return inputs, generation_config, more
+
+    watched = Says()
+    watch(watched)
+    watch(Says())
+    told, ids = Told(), torch.zeros(1, 3)
+    for model in (watched, copy.deepcopy(watched), Says()):
+        # It comes by the name that transformers knows and does not warn of.
+        assert model.generate(ids, top_k=1, **{name: told}) == (ids, None, {"top_k": 1, CACHE_NAME: told})
+        assert told.generated.pop() == {"inputs": ids, "top_k": 1, name: told}
+        assert not told.generated
+    assert watched.generate(ids, **{name: 3}) == (ids, None, {name: 3})
+    assert "generate" not in vars(watched)
