@@ -18,7 +18,7 @@ from kvstore.bench.simulate import HitCounts, Progress, simulate
 from kvstore.bench.textbook import simulate_textbook
 from kvstore.bench.trace import Trace, load_trace
 from kvstore.bench.workload import capacity_blocks
-from kvstore.config import WRITE_POLICIES
+from kvstore.config import WRITE_POLICIES, format_size
 from kvstore.errors import BadInputError
 from kvstore.prefix_index.policies import POLICIES
 
@@ -76,8 +76,14 @@ class PlanOptions:
         return generated.block_view
 
     def blocks(self, trace: Trace, n_bytes: int) -> int:
-        """How many blocks of the trace fit in so many bytes, at least one."""
-        return max(1, n_bytes // (self.bytes_per_token * trace.block_tokens))
+        """How many blocks of the trace fit in so many bytes. Raises BadInputError if not one does."""
+        block_bytes = self.bytes_per_token * trace.block_tokens
+        if n_bytes < block_bytes:
+            raise BadInputError(
+                f"{format_size(n_bytes)} can't hold one block: {trace.block_tokens} tokens of "
+                f"{format_size(self.bytes_per_token)} are {format_size(block_bytes)}; give more"
+            )
+        return n_bytes // block_bytes
 
     def capacities(self, trace: Trace) -> list[int]:
         """Where policies are compared, in blocks, ascending; none beyond what the trace names."""

@@ -22,6 +22,8 @@ def token_array(tokens: Any) -> NDArray[np.uint32]:
         array = np.asarray(tokens)
     except (ValueError, TypeError, OverflowError) as error:
         raise BadInputError(f"tokens are no array of integers: {error}") from None
+    if array.dtype.kind in "US":
+        raise BadInputError(f"tokens are text, {str(tokens)!r:.40}: tokenise it first, and give the token ids")
     if array.ndim != 1:
         raise BadInputError(f"tokens have shape {array.shape}; give one dimension")
     if array.size == 0:

@@ -78,14 +78,16 @@ def _text(name: str, value: object) -> None:
 class KVGroup:
     """Layers that share shape and lifetime.
 
+    ``kv_heads`` and ``head_dim`` must be given unless the interior is opaque or a state, where they are 1; so is
+    ``kv_heads`` of a latent.
     ``page_bytes`` is the size of ``page_tokens`` tokens of one layer, K and V together. It is derived
     from heads, dim and dtype; give it only with ``layout="opaque"``, where the engine alone knows what
     is inside.
     """
 
     layers: int
-    kv_heads: int = 1
-    head_dim: int = 1
+    kv_heads: int = 0
+    head_dim: int = 0
     dtype: str = "bfloat16"
     kind: GroupKind = GroupKind.FULL
     layout: str = "NHD"
@@ -94,21 +96,39 @@ class KVGroup:
 
     def __post_init__(self) -> None:
         _positive("layers", self.layers, 1 << 16)
-        _positive("kv_heads", self.kv_heads, 1 << 16)
-        _positive("head_dim", self.head_dim, 1 << 20)
         object.__setattr__(self, "kind", _enum(GroupKind, "kind", self.kind))
         if not isinstance(self.dtype, str) or self.dtype not in DTYPE_BYTES:
             raise BadInputError(f"dtype is {self.dtype!r}; known are {', '.join(sorted(DTYPE_BYTES))}")
         if not isinstance(self.layout, str) or self.layout not in ("NHD", "HND", "opaque"):
             raise BadInputError(f"layout is {self.layout!r}; known are NHD, HND, opaque")
+        is_free = self.layout == "opaque" or self.kind is GroupKind.STATE
+        self._check_shape("kv_heads", 1 << 16, is_free=is_free or self.kind is GroupKind.MLA)
+        self._check_shape("head_dim", 1 << 20, is_free=is_free)
         if (self.page_bytes is not None) != (self.layout == "opaque"):
             raise BadInputError("page_bytes goes with layout='opaque', and only with it")
         if self.page_bytes is not None:
             _positive("page_bytes", self.page_bytes, MAX_BLOCK_BYTES)
-        if (self.window_tokens is not None) != (self.kind is GroupKind.SLIDING):
+        if self.window_tokens is None and self.kind is GroupKind.SLIDING:
+            raise BadInputError("window_tokens is missing: kind='sliding' needs how many tokens back its layers look")
+        if self.window_tokens is not None and self.kind is not GroupKind.SLIDING:
             raise BadInputError("window_tokens goes with kind='sliding', and only with it")
         if self.window_tokens is not None:
             _positive("window_tokens", self.window_tokens, 1 << 31)
+
+    def _check_shape(self, name: str, most: int, *, is_free: bool) -> None:
+        """``is_free``: it is 1 if it was not given."""
+        if type(value := getattr(self, name)) is int and value == 0:
+            if not is_free:
+                raise BadInputError(
+                    f"{name} is missing or 0: a group of kind {self.kind.value!r} needs it for its size"
+                )
+            object.__setattr__(self, name, 1)
+        _positive(name, getattr(self, name), most)
+
+    @property
+    def value_dtype(self) -> str:
+        """``dtype``; empty where the interior is unknown."""
+        return "" if self.layout == "opaque" else self.dtype
 
     def bytes_per_page(self, page_tokens: int) -> int:
         """Bytes of one page of one layer: K and V, or one latent for MLA, or the opaque size."""
@@ -154,6 +174,12 @@ class KVSpec:
     def tokens_per_page(self) -> int:
         """``page_tokens`` with its default filled in."""
         return self.page_tokens if self.page_tokens is not None else self.block_tokens
+
+    @property
+    def dtype(self) -> str:
+        """What the values of all groups are; empty where groups differ, or the interior of one is unknown."""
+        dtypes = {group.value_dtype for group in self.groups}
+        return dtypes.pop() if len(dtypes) == 1 else ""
 
     @property
     def block_bytes(self) -> int:

@@ -31,7 +31,7 @@ class Left(StrEnum):
     EVICTED: the policy gave up its last copy. UNWANTED: as well, after a request had said that it is not used again.
     EXPIRED: its time was over. CORRUPT: its frame was damaged or could not be read. CLEARED: its namespace was.
     NO_ROOM: the DRAM tier was full of blocks in use. QUOTA: its tenant's part of that tier was. TOO_LARGE: the tier has
-    not room for one block of this size, TOO_LONG: nor for all that was to be stored at once. DECLINED: the policy took it
+    not room for one block of this size, TOO_LONG: for all that was to be stored at once. DECLINED: the policy took it
     for worth less than what would have had to go. GENERATED: it holds generated tokens, which were not to be stored.
     UNCOMMITTED: a client had reserved it, and its right ended before it was committed.
     """

@@ -18,6 +18,7 @@ from kvstore.cli.selecting import (
     Selection,
     all_tenants_option,
     namespace_options,
+    nothing_fits,
     opened,
     tenant_option,
     the_namespace,
@@ -58,6 +59,8 @@ def namespaces(
     """List namespaces: what they are, blocks and bytes in each tier, hits, and since when they are idle."""
     with place.client(tenant, timeout_s) as client:
         found = client.namespaces(**Selection(**selected).as_dict(), all_tenants=all_tenants)
+        if not found:
+            click.echo(str(nothing_fits(client, all_tenants=all_tenants)), err=True)
     if as_json:
         click.echo(json.dumps([namespace_dict(each) for each in found], indent=2))
         return

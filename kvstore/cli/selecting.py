@@ -19,6 +19,8 @@ Handle = NamespaceHandle | HybridHandle
 
 LISTED_MAX = 8
 """Namespaces that a message lists."""
+FIELDS_MAX = 3
+"""Differing fields of a namespace that it names."""
 
 tenant_option = click.option("--tenant", default="default", show_default=True, help="Whose blocks it is about.")
 all_tenants_option = click.option("--all-tenants", is_flag=True, help="All tenants'; on the daemon's host only.")
@@ -92,15 +94,29 @@ def the_namespace(client: Client, selection: Selection) -> NamespaceInfo:
         return found[0]
     if not found:
         raise nothing_fits(client)
-    raise BadInputError(f"{len(found)} namespaces fit, say which (--digest, --name, --model, --shard): {listed(found)}")
+    raise BadInputError(
+        f"{len(found)} namespaces fit, say which (--digest, --name, --model, --shard): "
+        f"{listed(found)}{told_apart(found)}"
+    )
 
 
 def nothing_fits(client: Client, *, all_tenants: bool = False) -> BadInputError:
     """The error for a selection that no namespace fits; says which there are."""
     known = client.namespaces(all_tenants=all_tenants)
     if not known:
-        return BadInputError(f"the daemon knows no namespace{'' if all_tenants else ' of this tenant'}")
-    return BadInputError(f"no namespace fits; it knows {listed(known)}")
+        return BadInputError(has_nothing("namespace", "" if all_tenants else client.tenant))
+    whose = "" if all_tenants else f", of tenant {client.tenant!r} (--tenant)"
+    return BadInputError(f"no namespace fits; it knows {listed(known)}{whose}")
+
+
+def has_nothing(what: str, tenant: str) -> str:
+    """That the daemon has no ``what`` of the tenant ("" = of any), and how to look at others."""
+    if not tenant:
+        return f"the daemon knows no {what}"
+    return (
+        f"the daemon knows no {what} of tenant {tenant!r}: give another --tenant; "
+        "`kvstore inspect namespaces --all-tenants` shows whose there are"
+    )
 
 
 def opened(client: Client, info: NamespaceInfo) -> Handle:
@@ -121,6 +137,16 @@ def title(info: NamespaceInfo) -> str:
     axes = (("tp", shard.tp_rank, shard.tp_size), ("pp", shard.pp_rank, shard.pp_size))
     ranks = "".join(f" {axis} {rank}/{size}" for axis, rank, size in axes if size > 1)
     return f"{info.namespace.model}{revision}{ranks}"
+
+
+def told_apart(found: list[NamespaceInfo]) -> str:
+    """In which fields the first of them differs from the others, to end a message that lists them."""
+    described = [(each.digest.hex()[:12], each.namespace) for each in found[:LISTED_MAX] if each.namespace is not None]
+    told = [
+        f"{digest} in {', '.join(described[0][1].differences(namespace)[:FIELDS_MAX])}"
+        for digest, namespace in described[1:]
+    ]
+    return f"; the first differs from {'; from '.join(told)}" if told else ""
 
 
 def listed(found: list[NamespaceInfo]) -> str:

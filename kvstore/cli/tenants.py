@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvstore.cli.params import DaemonPlace, json_option, place_options, timeout_option
-from kvstore.cli.selecting import all_tenants_option, tenant_option
+from kvstore.cli.selecting import all_tenants_option, has_nothing, tenant_option
 from kvstore.client.tenants import TenantInfo
 from kvstore.config import format_size
 
@@ -29,6 +29,8 @@ def tenants(place: DaemonPlace, tenant: str, all_tenants: bool, timeout_s: float
     """List tenants: what they have in each tier, their share of it, evictions, and what they have pinned."""
     with place.client(tenant, timeout_s, name="kvstore inspect") as client:
         found = client.tenants(all_tenants=all_tenants)
+    if not found:
+        click.echo(has_nothing("block", "" if all_tenants else tenant), err=True)
     if as_json:
         click.echo(json.dumps([asdict(each) for each in found], indent=2))
     else:

@@ -84,7 +84,12 @@ def _raw(path: Path) -> Tokens:
     data = path.read_bytes()
     if len(data) % 4:
         raise BadInputError(f"{path} has {len(data)} bytes; token ids have 4 bytes each, little-endian")
-    return np.frombuffer(data, "<u4").astype(np.uint32, copy=False)
+    ids = np.frombuffer(data, "<u4").astype(np.uint32, copy=False)
+    if len(ids) >= 4 and len(ids) % 2 == 0 and ids[::2].any() and not ids[1::2].any():
+        raise BadInputError(
+            f"{path} seems to have ids of 8 bytes, as every second one of 4 bytes is 0: write uint32, or .npy"
+        )
+    return ids
 
 
 def _checked(tokens: object, where: str) -> Tokens:

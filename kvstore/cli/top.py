@@ -17,7 +17,7 @@ from rich.table import Table
 
 from kvstore.cli.inspect import namespace_dict
 from kvstore.cli.params import DaemonPlace, place_options, timeout_option
-from kvstore.cli.selecting import all_tenants_option, tenant_option, title
+from kvstore.cli.selecting import all_tenants_option, has_nothing, tenant_option, title
 from kvstore.cli.status import whole
 from kvstore.cli.tenants import tenant_table
 from kvstore.client import Client
@@ -60,6 +60,8 @@ class Look:
     namespaces: list[NamespaceInfo]
     latencies: Sequence[Latency] = field(default_factory=list)
     tenants: Sequence[TenantInfo] = ()
+    tenant: str = ""
+    """Whose namespaces and blocks were looked at; empty: everybody's."""
 
     @classmethod
     def at(cls, client: Client, *, all_tenants: bool) -> Look:
@@ -71,6 +73,7 @@ class Look:
             client.namespaces(all_tenants=all_tenants),
             client.latencies(),
             client.tenants(all_tenants=all_tenants),
+            "" if all_tenants else client.tenant,
         )
 
 
@@ -292,8 +295,10 @@ def _time(value_s: float, most_s: float) -> str:
     )
 
 
-def _namespaces(before: Look, now: Look) -> Table:
+def _namespaces(before: Look, now: Look) -> RenderableType:
     """Those with the most lookups since the look before, then the largest."""
+    if not now.namespaces:
+        return escape(has_nothing("namespace", now.tenant))
     was = {each.digest: each.n_lookups for each in before.namespaces}
     busy = sorted(now.namespaces, key=lambda each: (was.get(each.digest, 0) - each.n_lookups, -each.n_blocks))
     table = Table(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from kvstore.config import check_socket_path
-from kvstore.errors import UnavailableError
+from kvstore.errors import BadInputError, UnavailableError
+
+_ELSEWHERE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|[^/]+:[0-9]+/?$")
+"""How URLs begin, and ``host:port``."""
 
 
 class Address(Protocol):
@@ -33,6 +37,17 @@ class UnixAddress:
     """The Unix socket of a daemon of this machine. Raises ConfigError for a path that no socket can have."""
 
     path: Path
+
+    @classmethod
+    def of(cls, address: str | os.PathLike[str]) -> UnixAddress:
+        """At the path ``address``. Raises BadInputError for a text that looks like the address of another host."""
+        if isinstance(address, str) and _ELSEWHERE.match(address) and not Path(address).exists():
+            raise BadInputError(
+                f"{address!r:.120} is no path of a Unix socket; over the network it is Client('grpcs://host:port', "
+                "token=..., root_certificates='ca.pem'), from a daemon with --grpc-listen, --grpc-tls-cert, "
+                "--grpc-tls-key and --grpc-token-file"
+            )
+        return cls(Path(address))
 
     def __post_init__(self) -> None:
         check_socket_path(self.path)

@@ -222,4 +222,4 @@ def link_to(
         return remote_link(str(address), token, root_certificates, client_certificate)
     if token is not None or root_certificates is not None or client_certificate is not None:
         raise BadInputError("a token and certificates go with a gRPC address (grpcs://host:port) only")
-    return SocketLink(UnixAddress(Path(address)) if isinstance(address, str | os.PathLike) else address)
+    return SocketLink(UnixAddress.of(address) if isinstance(address, str | os.PathLike) else address)

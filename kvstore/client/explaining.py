@@ -44,9 +44,9 @@ class Explanation:
     ``n_blocks`` whole blocks and ``partial_tokens`` more tokens can be used; the first ``n_dram_blocks`` at once,
     ``n_nvme_blocks`` are on NVMe only. Number ``block`` is the first that is missing, and ``reason`` why: ``stored``
     (none is), ``being_written``, ``evicted``, ``unwanted`` (evicted after a request said it was not used again),
-    ``expired``, ``corrupt``, ``cleared``, ``no_room`` (not stored, the tier was full of blocks in use), ``quota`` (so was
-    the tenant's part of it), ``too_large`` or ``too_long`` for it, ``declined`` by the policy, ``generated`` (not to be
-    stored), ``uncommitted`` (reserved, and not committed) or ``never_stored`` as far as is known. Of a block
+    ``expired``, ``corrupt``, ``cleared``, ``no_room`` (not stored: the tier was full of blocks in use), ``quota`` (or
+    its tenant's part of it was), ``too_large`` or ``too_long``, ``declined`` by the policy, ``generated`` (not to
+    be stored), ``uncommitted`` (reserved, and not committed) or ``never_stored`` as far as is known. Of a block
     that left: from which ``tier``, by which ``policy``, ``left_ago_s`` ago, after it had been unused for ``unused_s``,
     and why it was not written to NVMe (``queue_full``, ``suspended``, ``unsuitable``, or empty); None or empty where
     that is not known. ``groups``: of a hybrid namespace, those of which the part is missing, not the block.

@@ -363,7 +363,8 @@ class HybridHandle(Finding[HybridLease], Explaining):
                 )
 
     def _rows(self, group: int, array: NDArray[Any]) -> Bytes:
-        return rows_of(array, place_of(self.namespace.spec, group)[2])
+        block_bytes = place_of(self.namespace.spec, group)[2]
+        return rows_of(array, block_bytes, self.namespace.spec.groups[group].value_dtype)
 
 
 class _PartWriter(NamespaceHandle):

@@ -38,6 +38,7 @@ class NamespaceHandle(Finding[Lease], Explaining):
             raise BadInputError(f"store is {store!r:.80}; known are 'prompt' and 'all'")
         self._prompt_only = store == "prompt"
         self.block_bytes = namespace.spec.block_bytes
+        self._dtype = namespace.spec.dtype
         self._bound_name = name
         self._digest = namespace.digest()
         self._opened_epoch = 0
@@ -81,7 +82,7 @@ class NamespaceHandle(Finding[Lease], Explaining):
         At most m whole blocks; ``wait`` as in ``lease``. A staged read: after the copy, lease and slot generations
         are checked, and what can't be vouched for counts as a miss.
         """
-        room = rows_of(out, self.block_bytes)
+        room = rows_of(out, self.block_bytes, self._dtype)
         if len(room) == 0:
             return GetResult(0, 0)
         request = pb.LeaseRequest(
@@ -186,7 +187,7 @@ class NamespaceHandle(Finding[Lease], Explaining):
         """
         if durable_within_s is not None:
             checked_wait_s("durable_within_s", durable_within_s)
-        rows = rows_of(blocks, self.block_bytes)
+        rows = rows_of(blocks, self.block_bytes, self._dtype)
         with self.reserve(
             tokens, n_blocks=len(rows), first_block=first_block, root=root, extras=extras,
             policy_time_s=policy_time_s, category=category, hints=hints, n_prompt_tokens=n_prompt_tokens,

@@ -15,7 +15,7 @@ from kvstore.client.borrowing import current
 from kvstore.client.transport import ReplyT
 from kvstore.errors import BadInputError, EndedError, ProtocolError
 from kvstore.native import Mapping
-from kvstore.types import SLOT_BITS
+from kvstore.types import DTYPE_BYTES, SLOT_BITS
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
 from kvstore.wire.packing import I64, U64, unpack
@@ -217,8 +217,17 @@ class MappedSlots:
         return out
 
 
-def rows_of(array: NDArray[Any], block_bytes: int) -> Bytes:
-    """A C-contiguous array as uint8 [n, block_bytes], without a copy."""
+def rows_of(array: NDArray[Any], block_bytes: int, dtype: str = "") -> Bytes:
+    """A C-contiguous array as uint8 [n, block_bytes], without a copy.
+
+    ``dtype``: what the blocks hold, if that is known. Raises BadInputError for an array of other values; plain bytes,
+    and numbers of the same size where numpy has none of this kind, do.
+    """
+    if type(array).__module__.partition(".")[0] == "torch":
+        raise BadInputError(
+            "blocks are a torch.Tensor: give a numpy array over its memory, tensor.cpu().contiguous().numpy(); of "
+            "bfloat16 or float8, which numpy has not, tensor.cpu().contiguous().view(torch.uint8).numpy()"
+        )
     if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
         raise BadInputError("blocks must be a C-contiguous numpy array [n, ...]; use numpy.ascontiguousarray")
     if array.nbytes % block_bytes or array.ndim == 0 or (len(array) and array.nbytes != len(array) * block_bytes):
@@ -226,5 +235,10 @@ def rows_of(array: NDArray[Any], block_bytes: int) -> Bytes:
             f"an array of shape {array.shape} and {array.nbytes} bytes "
             f"does not hold whole blocks of {block_bytes} bytes: "
             "its first dimension must count blocks"
+        )
+    if dtype and array.itemsize not in (1, DTYPE_BYTES[dtype]):
+        raise BadInputError(
+            f"an array of {array.dtype} was given, the namespace's blocks hold {dtype}: convert the values, or give "
+            "what are such values already as bytes, array.view(numpy.uint8)"
         )
     return array.reshape(-1).view(np.uint8).reshape(-1, block_bytes)

@@ -56,6 +56,15 @@ def test_sizes_are_blocks_of_that_many_tokens() -> None:
     assert report["policies"]["fifo"][0]["capacity_bytes"] == TOKEN_BYTES * 64 * 10
 
 
+@pytest.mark.parametrize(
+    "sizes", [{"capacity_bytes": (1 << 20, 4095)}, {"dram_bytes": 4095}, {"dram_bytes": 1 << 20, "nvme_bytes": 1}]
+)
+def test_room_for_not_one_block_is_not_rounded_up(sizes: dict[str, object]) -> None:
+    asked = options(policies=("lru",), bytes_per_token=4096, **sizes)
+    with pytest.raises(BadInputError, match="can't hold one block"):
+        make_plan(asked.load(), asked)
+
+
 def test_textbooks_know_single_blocks_only() -> None:
     asked = options(policies=("fifo",), percents=(10.0,), textbook=True)
     trace = asked.load()

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,30 @@ def test_inspect_namespaces_and_one_of_them(kvstore: Command, client: Client) ->
     assert Namespace.from_dict(one["namespace"]) == NAMESPACE
     assert "several" not in kvstore("inspect", "namespace", "--model", "qwen").stdout
     assert "2 namespaces fit" in kvstore("inspect", "namespace", code=2).stderr
+    longer = replace(NAMESPACE, spec=KVSpec.opaque(8, 8192))
+    client.open(longer)
+    said = kvstore("inspect", "namespace", "--model", "llama", code=2).stderr
+    assert "spec.block_tokens: " in said
+    assert "2 namespaces fit" in said
     assert "no namespace fits" in kvstore("inspect", "namespace", "--model", "x", code=2).stderr
+
+
+@pytest.mark.parametrize("command", ["inspect namespaces", "inspect tenants", "top --once", "explain FILE"])
+def test_whose_nothing_it_is_that_is_shown(kvstore: Command, client: Client, command: str) -> None:
+    store(client, NAMESPACE, 1)
+    file = kvstore.tokens("p.jsonl", prompt(1))
+    is_error = command.startswith("explain")
+    done = kvstore(*command.replace("FILE", file).split(), "--tenant", "nobody", code=2 if is_error else 0)
+    said = done.stdout if command.startswith("top") else done.stderr
+    assert "of tenant 'nobody': give another --tenant" in said
+    assert "--all-tenants" in said
+
+
+def test_a_file_of_wide_token_ids_is_recognised(kvstore: Command, client: Client) -> None:
+    store(client, NAMESPACE, 3)
+    path = kvstore.tmp_path / "wide.bin"
+    path.write_bytes(np.array(prompt(3), "<i8").tobytes())
+    assert "ids of 8 bytes" in kvstore("explain", str(path), code=2).stderr
 
 
 @pytest.mark.parametrize("kind", ["p.jsonl", "p.npy", "p.bin"])

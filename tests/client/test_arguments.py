@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvstore.client import Client, NamespaceHandle, WaitRule
-from kvstore.errors import BadInputError, SpecMismatchError
+from kvstore.errors import BadInputError, SpecMismatchError, UnavailableError
 from kvstore.types import ExtraKey, KVGroup, KVSpec, Namespace, Root
 from tests.client.scene import BLOCK_BYTES, BLOCK_TOKENS, blocks_of, spec_of, tokens_of
 
@@ -74,6 +75,8 @@ def test_tokens_of_any_integer_kind_mean_the_same(ns: NamespaceHandle, tokens: A
         (lambda ns: ns.match([-1]), "-1"),
         (lambda ns: ns.match([1 << 32]), "4294967296"),
         (lambda ns: ns.match([[1, 2]]), "one dimension"),
+        (lambda ns: ns.match("hello"), "'hello'.*tokenise it first"),
+        (lambda ns: ns.match(["hello", "you"]), "tokenise it first"),
         (lambda ns: ns.put(tokens_of(2), np.zeros((2, 100), np.uint8)), "100"),
         (lambda ns: ns.put(tokens_of(2), np.zeros((3, BLOCK_BYTES), np.uint8)), "2 blocks"),
         (lambda ns: ns.put(tokens_of(2), np.zeros((2, 2 * BLOCK_BYTES), np.uint8)[:, ::2]), "contiguous"),
@@ -93,6 +96,47 @@ def test_wrong_arguments_are_named_and_lose_nothing(ns: NamespaceHandle, call: A
     with pytest.raises(BadInputError, match=words):
         call(ns)
     assert ns.match(tokens_of(2)).n_blocks == 2
+
+
+@pytest.mark.parametrize("fits", [np.uint8, np.int8, np.uint16, np.float16])
+def test_arrays_of_values_that_the_blocks_hold(client: Client, fits: type[np.generic]) -> None:
+    spec = KVSpec(BLOCK_TOKENS, (KVGroup(layers=2, kv_heads=2, head_dim=64),))
+    ns = client.open(Namespace("values", spec))
+    blocks = np.zeros((2, spec.block_bytes // np.dtype(fits).itemsize), fits)
+    assert ns.put(tokens_of(2), blocks).n_stored == 2
+    assert ns.get_into(tokens_of(2), blocks).n_blocks == 2
+    other = np.zeros((2, spec.block_bytes // 4), np.float32)
+    with pytest.raises(BadInputError, match=r"float32 was given.*bfloat16.*view\(numpy.uint8\)"):
+        ns.put(tokens_of(2), other)
+    with pytest.raises(BadInputError, match="float32 was given"):
+        ns.get_into(tokens_of(2), other)
+    mixed = KVSpec(BLOCK_TOKENS, (*spec.groups, KVGroup(layers=2, kv_heads=2, head_dim=64, dtype="float16")))
+    whole = np.zeros((1, mixed.block_bytes // 4), np.float32)
+    assert client.open(Namespace("values", mixed)).put(tokens_of(1), whole).n_stored == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tensor_is_told_how_to_become_an_array(ns: NamespaceHandle, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    kind = getattr(torch, dtype)
+    tensor = torch.ones((2, BLOCK_BYTES // kind.itemsize), dtype=kind)
+    with pytest.raises(BadInputError, match=r"torch.Tensor.*view\(torch.uint8\).numpy\(\)"):
+        ns.put(tokens_of(2), tensor)
+    assert ns.put(tokens_of(2), tensor.cpu().contiguous().view(torch.uint8).numpy()).n_stored == 2
+
+
+@pytest.mark.parametrize("address", ["localhost:7443", "http://store:7443", "[::1]:7443", "tcp://a/b", "grpcss://a:1"])
+def test_an_address_of_another_host_is_not_taken_for_a_path(address: str) -> None:
+    with pytest.raises(BadInputError, match=r"no path of a Unix socket.*grpcs://host:port.*--grpc-tls-cert"):
+        Client(address)
+
+
+def test_a_path_may_have_a_colon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a:1").touch()
+    for path in ("a:1", str(tmp_path / "b:2"), Path("c:3")):
+        with pytest.raises(UnavailableError, match="no kvstore daemon answers"):
+            Client(path)
 
 
 def test_nothing_is_stored_by_a_put_with_a_wrong_wait(ns: NamespaceHandle) -> None:

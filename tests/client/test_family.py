@@ -175,8 +175,8 @@ def test_what_is_no_family_is_refused_by_client_and_daemon(client: Client) -> No
         client.open_family([first, spaces(revision="2")[1]])
     with pytest.raises(BadInputError, match="a family of 0 shards"):
         client.open_family([])
-    sliding = KVGroup(layers=1, kind=GroupKind.SLIDING, window_tokens=32)
-    hybrid = [Namespace("m", KVSpec(16, (KVGroup(layers=1), sliding)), shard=Shard(i, 2)) for i in range(2)]
+    sliding = KVGroup(1, 1, 1, kind=GroupKind.SLIDING, window_tokens=32)
+    hybrid = [Namespace("m", KVSpec(16, (KVGroup(1, 1, 1), sliding)), shard=Shard(i, 2)) for i in range(2)]
     with pytest.raises(BadInputError, match="hybrid namespaces can't be asked together"):
         client.open_family(hybrid)
     family = client.open_family([first, second])

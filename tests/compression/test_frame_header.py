@@ -232,7 +232,7 @@ def test_a_payload_cut_off_anywhere_does_not_verify(frame: bytes) -> None:
 
 def test_the_length_of_a_header_is_told_by_its_start(frame: bytes, make_frames: Callable[..., Any]) -> None:
     assert header_bytes_of(frame[:4096]) == header_bytes_of(frame[:16]) == 4096
-    long = make_frames(KVSpec(block_tokens=1, groups=(KVGroup(layers=600, dtype="int8"),)), 1).whole(0)
+    long = make_frames(KVSpec(block_tokens=1, groups=(KVGroup(600, 1, 1, dtype="int8"),)), 1).whole(0)
     assert header_bytes_of(memoryview(long)[:4096]) == 4 * 4096
     assert inspect(memoryview(long)[:4096]) is None
     assert inspect(memoryview(long)[: 4 * 4096]) is not None

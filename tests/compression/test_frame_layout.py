@@ -226,7 +226,7 @@ def test_zeros_and_noise_are_no_hits(make_frames: Callable[..., Any], all_kinds:
 
 def test_what_one_layout_wrote_stays_readable_without_it(make_frames: Callable[..., Any]) -> None:
     """A frame with a header of several sectors: 4,000 page groups."""
-    spec = KVSpec(block_tokens=1, groups=(KVGroup(layers=4000, head_dim=3, dtype="int8"),))
+    spec = KVSpec(block_tokens=1, groups=(KVGroup(layers=4000, kv_heads=1, head_dim=3, dtype="int8"),))
     frames = make_frames(spec, 2, row_bytes_max=4)
     assert frames.layout.header_bytes == 24 * 4096
     assert frames.verify() == [True, True]
@@ -234,7 +234,7 @@ def test_what_one_layout_wrote_stays_readable_without_it(make_frames: Callable[.
 
 
 def test_a_spec_of_too_many_pieces_is_refused_with_a_way_out() -> None:
-    spec = KVSpec(block_tokens=1, groups=tuple(KVGroup(layers=1 << 16, dtype="int8") for _ in range(4)))
+    spec = KVSpec(block_tokens=1, groups=tuple(KVGroup(1 << 16, 1, 1, dtype="int8") for _ in range(4)))
     with pytest.raises(BadInputError, match="the most is 4194304: describe its layers"):
         FrameLayout.of(spec, 4, bytes(16))
     with pytest.raises(BadInputError, match="namespace_digest is 15 bytes"):

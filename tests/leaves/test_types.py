@@ -146,8 +146,8 @@ def test_each_field_alone_changes_the_digest_and_is_named(base: Namespace) -> No
 
 
 def test_a_difference_shows_both_values() -> None:
-    base = Namespace(model="m", spec=KVSpec(16, (KVGroup(1, dtype="bfloat16"),)))
-    other = replace(base, spec=KVSpec(16, (KVGroup(1, dtype="float16"),)))
+    base = Namespace(model="m", spec=KVSpec(16, (KVGroup(1, 1, 1, dtype="bfloat16"),)))
+    other = replace(base, spec=KVSpec(16, (KVGroup(1, 1, 1, dtype="float16"),)))
     assert base.differences(other) == ["spec.groups[0].dtype: 'bfloat16' != 'float16'"]
 
 
@@ -179,7 +179,7 @@ def test_no_boundary_between_fields_can_be_shifted() -> None:
 
 SCRIPT = """
 from kvstore.types import *
-spec = KVSpec(16, (KVGroup(2, 8, 128), KVGroup(1, kind="sliding", window_tokens=64)))
+spec = KVSpec(16, (KVGroup(2, 8, 128), KVGroup(1, 1, 1, kind="sliding", window_tokens=64)))
 namespace = Namespace(model="m\\u00e9", spec=spec, shard=Shard(1, 2))
 root_key = Root("salt", "lora").key(namespace.digest())
 print(namespace.digest().hex(), root_key.hex(), Root().key(bytes(16)).hex())
@@ -210,7 +210,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-GOOD = Namespace(model="m", spec=KVSpec(4, (KVGroup(1),)), row_kind=RowKind.HASHES, hash_bytes=4).to_dict()
+GOOD = Namespace(model="m", spec=KVSpec(4, (KVGroup(1, 1, 1),)), row_kind=RowKind.HASHES, hash_bytes=4).to_dict()
 NAMES = sorted({f.name for kind in (Namespace, KVSpec, KVGroup, Shard) for f in fields(kind)})
 
 
@@ -280,7 +280,7 @@ def test_a_description_with_one_wrong_part_is_a_namespace_or_bad_input(data: st.
         ("spec.groups.0.layout", "opaque", "page_bytes goes with layout='opaque'"),
         ("spec.groups.0.page_bytes", 5, "page_bytes goes with layout='opaque'"),
         ("spec.groups.0.kind", "half", "kind is 'half'; known are full, sliding, state, mla"),
-        ("spec.groups.0.kind", "sliding", "window_tokens goes with kind='sliding'"),
+        ("spec.groups.0.kind", "sliding", "window_tokens is missing"),
         ("spec.groups.0.window_tokens", 5, "window_tokens goes with kind='sliding'"),
         ("spec.groups.0.colour", 5, "KVGroup has no field 'colour'"),
         ("shard", 3, "shard is 3"),
@@ -299,6 +299,29 @@ def test_bad_input_names_the_field_and_the_value(path: str, value: Any, says: st
     part[last] = value
     with pytest.raises(BadInputError, match=says):
         Namespace.from_dict(plain)
+
+
+@pytest.mark.parametrize("kind", [GroupKind.FULL, GroupKind.MLA])
+def test_a_group_without_its_shape_is_no_group_of_single_values(kind: GroupKind) -> None:
+    with pytest.raises(BadInputError, match="head_dim is missing"):
+        KVGroup(layers=32, kv_heads=8, kind=kind)
+    if kind is GroupKind.FULL:
+        with pytest.raises(BadInputError, match="kv_heads is missing"):
+            KVGroup(layers=32, head_dim=128)
+
+
+def test_where_the_shape_says_nothing_it_is_one() -> None:
+    latent = KVGroup(2, head_dim=576, kind=GroupKind.MLA)
+    state = KVGroup(2, layout="opaque", page_bytes=64, kind=GroupKind.STATE)
+    assert (latent.kv_heads, state.kv_heads, state.head_dim) == (1, 1, 1)
+    assert state == KVGroup(2, 1, 1, layout="opaque", page_bytes=64, kind=GroupKind.STATE)
+    with pytest.raises(BadInputError, match="head_dim is False"):
+        KVGroup(2, 1, False, layout="opaque", page_bytes=64)
+
+
+def test_a_sliding_group_needs_its_window() -> None:
+    with pytest.raises(BadInputError, match="window_tokens is missing"):
+        KVGroup(2, 8, 128, kind=GroupKind.SLIDING)
 
 
 @pytest.mark.parametrize("missing", ["model", "spec"])
@@ -323,7 +346,7 @@ def test_what_has_no_default_must_be_there(missing: str) -> None:
         lambda: Namespace(model="m", spec=KVSpec.opaque(1, 1), hash_bytes=0.0),  # type: ignore[arg-type]
         lambda: KVSpec(4, None),  # type: ignore[arg-type]
         lambda: KVSpec(4, (1,)),  # type: ignore[arg-type]
-        lambda: KVSpec(4, KVGroup(1)),  # type: ignore[arg-type]
+        lambda: KVSpec(4, KVGroup(1, 1, 1)),  # type: ignore[arg-type]
         lambda: KVSpec.opaque(1, 0),
         lambda: KVSpec.opaque(1, (1 << 30) + 1),
         lambda: Root(salt=None),  # type: ignore[arg-type]

@@ -242,8 +242,6 @@ def test_declined_by_the_policy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> No
     assert dict(told.missing) == {Reason.DECLINED: 4}
 
 
-
-
 def test_generated_tokens_that_were_not_to_be_stored(rig: Rig) -> None:
     prompt = rig.rows(5, 1)._replace(n_prompt_tokens=3 * BLOCK_TOKENS, prompt_only=True)
     assert rig.put(ALICE, prompt).n_committed == 3

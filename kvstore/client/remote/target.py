@@ -72,4 +72,6 @@ class Target:
     @property
     def serve_option(self) -> str:
         """How a daemon is told to listen there."""
-        return f"--grpc-listen {self.place}"
+        if self.address.startswith(UNIX):
+            return f"--grpc-listen {self.place}"
+        return f"--grpc-listen {self.place} --grpc-tls-cert FILE --grpc-tls-key FILE --grpc-token-file FILE"
