@@ -62,7 +62,7 @@ class PromptReader:
         time_s = message.policy_time_s if self._client_policy_clock else self._store.clock.now_s()
         if not -POLICY_TIME_S_MAX <= time_s <= POLICY_TIME_S_MAX:
             raise BadInputError(
-                f"policy_time_s is {time_s!r}; it must be a number of seconds of at most {POLICY_TIME_S_MAX:.0e} either way"
+                f"policy_time_s is {time_s!r}; it must be seconds, at most {POLICY_TIME_S_MAX:.0e} either way"
             )
         if message.part >= len(opened.stored):
             n_parts = len(opened.stored)

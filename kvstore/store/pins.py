@@ -96,8 +96,7 @@ class PinQuota:
         what = f"pin {format_size(more)} more" if more else "pin the same again"
         wait = f"; the next of its pins ends in {max(ends_s, 0.0):.0f} s" if ends_s else ""
         return (
-            f"tenant {tenant!r} can't {what}: {limit}. Pin a shorter prefix, or unpin what is "
-            f"not needed any more{wait}"
+            f"tenant {tenant!r} can't {what}: {limit}. Pin a shorter prefix, or unpin what is not needed any more{wait}"
         )
 
     def _grown(self, ids: At) -> NDArray[np.intp]:
