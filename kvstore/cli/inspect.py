@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvstore.cli.asking import Asked, number_option, prompt_options
 from kvstore.cli.inspect_disk import directory, frame
 from kvstore.cli.params import DaemonPlace, json_option, place_options, timeout_option
 from kvstore.cli.selecting import (
@@ -19,7 +19,6 @@ from kvstore.cli.selecting import (
     all_tenants_option,
     namespace_options,
     nothing_fits,
-    opened,
     tenant_option,
     the_namespace,
     title,
@@ -28,7 +27,6 @@ from kvstore.cli.tenants import tenants
 from kvstore.cli.token_files import read_prompt
 from kvstore.client.admin import Claims, Inspection, NamespaceInfo
 from kvstore.config import format_size
-from kvstore.types import Root
 
 ROWS_MAX = 40
 """Blocks of a prompt shown as a table; JSON has them all."""
@@ -87,35 +85,17 @@ def namespace(place: DaemonPlace, tenant: str, timeout_s: float, as_json: bool, 
 
 
 @inspect_command.command()
-@click.argument("tokens", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--number", type=click.IntRange(0), default=0, show_default=True, help="Which prompt of the file.")
-@click.option("--salt", default="", help="The prompt's cache salt.")
-@click.option("--lora", default="", help="The prompt's LoRA identity.")
-@place_options
-@tenant_option
-@namespace_options
-@timeout_option
-@json_option
-def prompt(
-    tokens: Path,
-    number: int,
-    salt: str,
-    lora: str,
-    place: DaemonPlace,
-    tenant: str,
-    timeout_s: float,
-    as_json: bool,
-    **selected: Any,
-) -> None:
+@number_option
+@prompt_options
+def prompt(asked: Asked, number: int) -> None:
     """Show what is stored of a prompt, block by block, and why no more of it is.
 
     TOKENS is a file: .jsonl (a list of token ids per line), .npy, or raw little-endian uint32.
     """
-    ids = read_prompt(tokens, number)
-    with place.client(tenant, timeout_s) as client:
-        handle = opened(client, the_namespace(client, Selection(**selected)))
-        seen = handle.inspect(ids, root=Root(salt, lora))
-    if as_json:
+    ids = read_prompt(asked.tokens, number)
+    with asked.handle() as handle:
+        seen = handle.inspect(ids, root=asked.root)
+    if asked.as_json:
         click.echo(json.dumps(inspection_dict(seen), indent=2))
     else:
         _print_inspection(seen, len(ids))

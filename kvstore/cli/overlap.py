@@ -6,54 +6,33 @@ import itertools
 import json
 import math
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
 from rich.table import Table
 
 from kvstore.bench.report import print_tables
-from kvstore.cli.params import DaemonPlace, json_option, place_options, timeout_option
-from kvstore.cli.selecting import Selection, namespace_options, opened, tenant_option, the_namespace
+from kvstore.cli.asking import Asked, prompt_options
 from kvstore.cli.token_files import Tokens, read_prompts
 from kvstore.client import Overlap
 from kvstore.errors import UnavailableError
-from kvstore.types import Root
 
 
 @click.command(short_help="Show what a router is told of prompts.")
-@click.argument("tokens", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--most", type=click.IntRange(1), default=256, show_default=True, help="Prompts of the file.")
-@click.option("--salt", default="", help="The prompts' cache salt.")
-@click.option("--lora", default="", help="The prompts' LoRA identity.")
-@place_options
-@tenant_option
-@namespace_options
-@timeout_option
-@json_option
-def overlap(
-    tokens: Path,
-    most: int,
-    salt: str,
-    lora: str,
-    place: DaemonPlace,
-    tenant: str,
-    timeout_s: float,
-    as_json: bool,
-    **selected: Any,
-) -> None:
+@prompt_options
+def overlap(asked: Asked, most: int) -> None:
     """Show how much of prompts is stored in which tier, and how long loading it would take: what a router is told.
 
     TOKENS is a file: .jsonl (a list of token ids per line), .npy, or raw little-endian uint32.
     """
-    prompts = list(itertools.islice(read_prompts(tokens), most))
-    with place.client(tenant, timeout_s) as client:
-        handle = opened(client, the_namespace(client, Selection(**selected)))
-        found = handle.overlaps(prompts, root=Root(salt, lora))
+    prompts = list(itertools.islice(read_prompts(asked.tokens), most))
+    with asked.handle() as handle:
+        found = handle.overlaps(prompts, root=asked.root)
     for each in found:
         if each.reason:
             raise UnavailableError(each.reason)
-    if as_json:
+    if asked.as_json:
         plain = [_plain(len(prompt), each) for prompt, each in zip(prompts, found, strict=True)]
         click.echo(json.dumps(plain, indent=2))
     else:
