@@ -94,7 +94,8 @@ def float32_tokens(folder: Path, socket: Path, prompts: list[list[int]], n_new: 
 
 
 def bfloat16_distances(folder: Path, socket: Path, prompts: list[list[int]], model: str) -> dict[str, Any]:
-    """How far the next token's distribution is from one pass's: after chunks of the engine, and after hits."""
+    """How far the next token's distribution is from one pass's: after chunks of the engine, after hits in its own
+    prefix cache, and after hits in the store, which should be those of its own to the last bit."""
     from kvstore.bench.vllm_engine import Engine
 
     alone: dict[str, Any] = {"dtype": "bfloat16", "max_num_seqs": 1, "max_logprobs": -1}
@@ -102,6 +103,9 @@ def bfloat16_distances(folder: Path, socket: Path, prompts: list[list[int]], mod
         one_pass = next_token(engine, prompts)
     with Engine(folder, **alone, max_num_batched_tokens=CHUNK_TOKENS, enable_prefix_caching=False) as engine:
         chunked = next_token(engine, prompts)
+    with Engine(folder, **alone) as engine:
+        engine.generate(prompts, 1)
+        own_hits = next_token(engine, prompts, forgetting=False)
     with Engine(folder, socket, {"model": model}, **alone) as engine:
         engine.generate(prompts, 1)
         engine.forget_when_free()
@@ -113,12 +117,17 @@ def bfloat16_distances(folder: Path, socket: Path, prompts: list[list[int]], mod
         "prompts": len(prompts),
         "hit_blocks": int(loaded),
         "chunked": distance(one_pass, chunked),
+        "after_own_hits": distance(one_pass, own_hits),
         "after_hits": distance(one_pass, hits),
+        "after_hits_from_own": distance(own_hits, hits),
     }
 
 
-def next_token(engine: Any, prompts: list[list[int]]) -> LogProbs:
-    """Log probabilities of all tokens as the first one after each prompt, float32 [prompts, tokens]; one at a time."""
+def next_token(engine: Any, prompts: list[list[int]], *, forgetting: bool = True) -> LogProbs:
+    """Log probabilities of all tokens as the first one after each prompt, float32 [prompts, tokens]; one at a time.
+
+    ``forgetting``: the engine's own prefix cache is emptied after each.
+    """
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False)
@@ -129,7 +138,8 @@ def next_token(engine: Any, prompts: list[list[int]]) -> LogProbs:
         row = np.empty(len(said), np.float32)
         row[list(said)] = [each.logprob for each in said.values()]
         rows.append(row)
-        engine.forget_when_free()
+        if forgetting:
+            engine.forget_when_free()
     return np.stack(rows)
 
 

@@ -68,7 +68,7 @@ def test_contiguous_uint32_is_not_copied() -> None:
         (np.array([True]), "bool"),
         (np.zeros((2, 2), np.uint32), r"shape \(2, 2\)"),
         (np.uint32(7), r"shape \(\)"),
-        ("hello", "shape"),
+        ("hello", "tokenise it first"),
         (None, "shape"),
         ([[1], [1, 2]], "array of integers"),
         (memoryview(bytes(16))[::2], "gaps"),
