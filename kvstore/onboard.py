@@ -356,8 +356,15 @@ class Onboarder:
 
     def _hold(self, reading: _Reading, sign: int) -> None:
         """The slots of a read on its way count for its tenant."""
-        n_bytes = len(reading.slots) * self._dram.slot_bytes(reading.layout.payload_bytes)
-        self._index.tenants.hold(self._index.tenants.number(reading.group.tenant), DRAM, sign * n_bytes)
+        tenant, n_bytes = self._held_for(reading)
+        self._index.tenants.hold(self._index.tenants.number(tenant), DRAM, sign * n_bytes)
+
+    def _held_for(self, reading: _Reading) -> tuple[str, int]:
+        return reading.group.tenant, len(reading.slots) * self._dram.slot_bytes(reading.layout.payload_bytes)
+
+    def held(self) -> list[tuple[str, int]]:
+        """Slots that are being read into: a tenant and their bytes, for each read."""
+        return [self._held_for(reading) for reading in self._reads]
 
     def _learn(self, group: _Group) -> None:
         """A batch of it is there: how long did all of it take, if that was the last one?"""

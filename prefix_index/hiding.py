@@ -147,7 +147,7 @@ class Hiding:
                 counts += [np.bincount(of[each], minlength=n_namespaces) for each in there]
             n_cold += int(np.count_nonzero(mine & (state == COLD)))
             if history is not None and n_noted:
-                noted = first + np.flatnonzero(mine)[:n_noted]
+                noted = first + np.flatnonzero(mine & (residency != 0))[:n_noted]
                 n_noted -= len(noted)
                 history.lost(noted, Left.CLEARED, -1)
             np.copyto(state, HIDDEN, where=mine)

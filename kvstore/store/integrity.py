@@ -98,11 +98,13 @@ def _bytes_of(dram: DramTier, slots: Int64s) -> int:
     )
 
 
-def check_held(index: PrefixIndex, reservations: Iterable[Reservation]) -> None:
+def check_held(index: PrefixIndex, reservations: Iterable[Reservation], reads: Iterable[tuple[str, int]]) -> None:
     """Raises IntegrityError if slots that are being filled count otherwise than as their tenants'."""
     tenants = index.tenants
     held = np.zeros(len(tenants), np.int64)
     for each in reservations:
         held[tenants.number(each.tenant)] += each.n_held * each.slot_bytes
+    for tenant, n_bytes in reads:
+        held[tenants.number(tenant)] += n_bytes
     if not np.array_equal(held, tenants.held_bytes[DRAM]):
         raise IntegrityError(f"tenants fill {held.tolist()} bytes, {tenants.held_bytes[DRAM].tolist()} are counted")

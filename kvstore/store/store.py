@@ -234,7 +234,8 @@ class Store(Overlaps, Writing):
         self.index.check()
         self.dram.check()
         self.pin_quota.check()
-        check_held(self.index, self.reservations)
+        reads = self.hierarchy.onboarder.held() if self.hierarchy is not None else []
+        check_held(self.index, self.reservations, reads)
         if self.hierarchy is not None:
             self.hierarchy.nvme.check()
         check_agreement(

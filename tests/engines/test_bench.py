@@ -44,6 +44,7 @@ def test_sameness_is_found_and_zeros_are_not_the_same(
     assert figures["hit_blocks"] == whole
     assert figures["after_hits"]["kl_max"] < 1e-3
     assert figures["after_hits"].keys() == figures["chunked"].keys()
+    assert figures["after_hits_from_own"]["kl_max"] == figures["after_hits_from_own"]["logprob_max"] == 0
 
 
 def test_distances_are_of_distributions() -> None:
