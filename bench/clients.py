@@ -8,6 +8,7 @@ the clients, not the server, may be what is measured: the share of a core that e
 from __future__ import annotations
 
 import multiprocessing
+import queue
 import tempfile
 import threading
 import time
@@ -317,7 +318,7 @@ class _Crowd:
         try:
             while not isinstance(result := self._results.get(timeout=1.0), str):
                 continue
-        except Exception:
+        except queue.Empty:
             return f"some ended with exit codes {ended}" if ended else "some were not ready in time"
         return str(result)
 

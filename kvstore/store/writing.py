@@ -197,6 +197,8 @@ class Writing(Hybrids):
             raise
         fresh = slots[inserted.is_new]
         self.dram.commit(fresh, inserted.ids[inserted.is_new].astype(np.int64))
+        # Before anything else can fail: what is shown now is not the reservation's to free.
+        reservation.slots = np.concatenate([slots[~inserted.is_new], reservation.slots[n_blocks:]])
         if reservation.part:
             whole_path = inserted.ids[~self.index.parts.is_spare(inserted.ids)]
         else:
@@ -210,7 +212,6 @@ class Writing(Hybrids):
             )
             self._note_stored(reservation, whole_path, inserted)
         note_unstored(self.index, reservation, reservation.unstored)
-        reservation.slots = np.concatenate([slots[~inserted.is_new], reservation.slots[n_blocks:]])
         self._drop_reservation(reservation, session_id)
         n_duplicate = int(len(slots) - len(fresh))
         self.counters.add("committed_blocks", len(fresh))
