@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -114,6 +115,25 @@ def ordinary_array(n_bytes: int, alignment: int = 1) -> NDArray[np.uint8]:
     array.fill(1)
     start = -array.ctypes.data % alignment
     return array[start : start + n_bytes]
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """SIGINT and SIGTERM that come meanwhile count at the end. Does nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in handlers:
+        signal.signal(number, lambda got, _: came.append(got))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for got in came:
+            signal.raise_signal(got)
 
 
 def leave_interrupts_to_parent() -> None:

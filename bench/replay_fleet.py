@@ -14,7 +14,7 @@ from multiprocessing.synchronize import Barrier, Event
 from typing import Any
 
 from kvstore.bench import workload as work
-from kvstore.bench.measure import leave_interrupts_to_parent
+from kvstore.bench.measure import leave_interrupts_to_parent, uninterrupted
 from kvstore.bench.replay_client import ClientOptions, ClientResult, run_client
 from kvstore.bench.replay_crash import Crash
 from kvstore.bench.replay_journal import Journal
@@ -61,8 +61,9 @@ def run_fleet(
             mine, theirs = context.Pipe(duplex=False)
             stack.callback(mine.close)
             process = context.Process(target=_main, args=(part, options, signals, theirs), daemon=True)
-            process.start()
-            stack.callback(_end, process)
+            with uninterrupted():  # or it is told only half of what to do
+                process.start()
+                stack.callback(_end, process)
             theirs.close()
             fleet.members.append(mine)
         return fleet.collect(workload)

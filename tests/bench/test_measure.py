@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvstore.bench.limits import (
     measure_limits,
     measure_token_compare,
 )
-from kvstore.bench.measure import Latency, Team, ordinary_array, paired, timed
+from kvstore.bench.measure import Latency, Team, ordinary_array, paired, timed, uninterrupted
 from kvstore.errors import BadInputError
 
 
@@ -144,3 +145,11 @@ def test_the_bootstrap_bound_is_below_the_median_and_tightens() -> None:
 def test_impossible_options_are_named(changes: dict[str, int], message: str) -> None:
     with pytest.raises(BadInputError, match=message):
         BandwidthOptions(**changes)  # type: ignore[arg-type]
+
+
+def test_an_interrupt_waits_for_what_must_not_be_cut_in_two() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        done.append("the rest")
+    assert done == ["the rest"]

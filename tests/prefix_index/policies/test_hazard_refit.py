@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,6 +48,19 @@ def test_a_child_learns_what_would_be_learnt_here() -> None:
     assert child.take() is None
     assert child.n_made == 1
     assert child.n_failed == 0
+
+
+def test_a_child_imports_nothing_from_the_folder_it_is_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("numpy", "xxhash", "kvstore"):
+        (tmp_path / f"{name}.py").write_text(f"open('ran', 'w')\nraise ImportError('not the real {name}')\n")
+    monkeypatch.chdir(tmp_path)
+    child = RefitInChild()
+    child.begin(first_model(), some_episodes())
+    assert child.wait(ENDS_S)
+    assert child.n_made == 1
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
