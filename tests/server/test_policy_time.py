@@ -19,7 +19,7 @@ def test_times_that_no_clock_says_are_refused(start_daemon: Callable[..., Any], 
     with Client(daemon.config.socket_path, timeout_s=5.0) as client:
         ns = client.open(Namespace("model", spec_of()))
         ns.put(tokens_of(3), blocks_of(3), policy_time_s=1.0)
-        with pytest.raises(BadInputError, match="policy_time_s is .* at most 1e\\+12 either way"):
+        with pytest.raises(BadInputError, match=r"policy_time_s is .* at most 1e\+12 either way"):
             ns.lease(tokens_of(3), policy_time_s=time_s)
         with ns.lease(tokens_of(3), policy_time_s=2.0) as lease:
             assert lease.n_blocks == 3
