@@ -13,6 +13,8 @@
     +-- EndedError              a lease or reservation whose right has ended
     |   +-- SessionEndedError   the whole session was cut off; say hello again
     +-- DeniedError             this token, certificate or tenant may not do that
+    +-- DeviceError             a GPU, its driver or a library for it is missing or failed
+    |   +-- DeviceMemoryError   the GPU has no room
     +-- IntegrityError          bytes or structures that contradict each other
 
 Every message says what was wrong, with which value, and what to do about it.
@@ -84,3 +86,11 @@ class DeniedError(KVStoreError):
 
 class IntegrityError(KVStoreError):
     """An internal invariant does not hold; raised by ``check()`` and by verification."""
+
+
+class DeviceError(KVStoreError):
+    """No usable GPU, driver or library for it, or a call to one failed."""
+
+
+class DeviceMemoryError(DeviceError):
+    """The GPU has no room for what was asked."""
