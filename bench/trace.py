@@ -1,7 +1,8 @@
 """Reader for request traces in the Mooncake format, one JSON object a line.
 
 Fields: ``timestamp``, ``input_length`` and ``output_length`` (tokens), ``hash_ids`` (one per block of the
-prompt). Alibaba's traces add ``chat_id``, ``parent_chat_id``, ``type`` and ``turn``; they are kept. Other
+prompt). Alibaba's traces add ``chat_id``, ``parent_chat_id``, ``type`` and ``turn``; they are kept. What
+``kvstore record`` writes is as Alibaba's, and says in ``block_tokens`` how many a block has; its ids are chained. Other
 fields are ignored. Two things differ between the two sources and are found out here: Mooncake counts
 milliseconds in blocks of 512 tokens, with ids that stand for a whole prefix ("chained"); Alibaba counts
 seconds in blocks of 16 tokens, with an id for the content of one block alone.
@@ -188,6 +189,7 @@ class _Reader:
         self._requests: list[TraceRequest] = []
         self._ids: list[NDArray[np.uint64]] = []
         self._lines: list[int] = []
+        self._block_tokens: int | None = None
 
     async def read(self, limit: int | None) -> None:
         number = 0
@@ -219,6 +221,8 @@ class _Reader:
             self._time_unit = TimeUnit.SECONDS if "chat_id" in record else TimeUnit.MILLISECONDS
         if self._time_unit is TimeUnit.MILLISECONDS:
             seconds /= 1000
+        if not self._requests and record.get("block_tokens") is not None:
+            self._block_tokens = self._size(line, record)
         ids = self._id_array(line, record)
         input_length = self._count(line, record, "input_length")
         if (input_length > 0) != (len(ids) > 0):
@@ -242,7 +246,7 @@ class _Reader:
             raise TraceError(f"{self._path}: no requests in it; a trace has one JSON object a line")
         counts = np.array([len(ids) for ids in self._ids], dtype=np.int64)
         lengths = np.array([r.input_length for r in self._requests], dtype=np.int64)
-        block_tokens = block_tokens or self._infer_block_tokens(lengths, counts)
+        block_tokens = block_tokens or self._block_tokens or self._infer_block_tokens(lengths, counts)
         self._check_counts(lengths, counts, block_tokens)
         offsets = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
@@ -299,6 +303,12 @@ class _Reader:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MAX_TOKENS:
             raise self._error(line, name, f"{value!r:.60}, not a whole number in 0..{_MAX_TOKENS - 1}")
+        return value
+
+    def _size(self, line: int, record: Mapping[str, Any]) -> int:
+        value = self._count(line, record, "block_tokens")
+        if not 1 <= value <= MAX_BLOCK_TOKENS:
+            raise self._error(line, "block_tokens", f"{value}, not in 1..{MAX_BLOCK_TOKENS}")
         return value
 
     def _id_array(self, line: int, record: Mapping[str, Any]) -> NDArray[np.uint64]:

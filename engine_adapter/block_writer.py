@@ -24,9 +24,10 @@ from kvstore import native
 from kvstore.client import WriteReservation
 from kvstore.engine_adapter.block_layout import BlockLayout
 from kvstore.engine_adapter.counters import SharedCounters
+from kvstore.engine_adapter.moving import HERE, Copy, Moves
 from kvstore.engine_adapter.parts import Handle, reserve_part
-from kvstore.engine_adapter.runs import NOTHING, Pages, Runs, copy_many, copy_runs, plan_runs
-from kvstore.errors import BadInputError, EndedError
+from kvstore.engine_adapter.runs import NOTHING, Pages, Runs, plan_runs
+from kvstore.errors import BadInputError, DeviceError, EndedError
 from kvstore.types import ExtraKey, Root
 
 RESERVED_S_MAX = 600.0
@@ -65,7 +66,8 @@ class _Pass:
     end: int
     targets: list[_Target]
     layers_missing: set[int]
-    to_copy: list[tuple[Runs, int, int]] = field(default_factory=list)
+    moves: Moves
+    to_copy: list[Copy] = field(default_factory=list)
 
 
 class BlockWriter:
@@ -111,7 +113,7 @@ class BlockWriter:
         return self._pass is not None
 
     def stop(self, reason: str) -> None:
-        """Store nothing from here on; what is reserved is given back."""
+        """Store nothing from here on; what is reserved is given back, when no copies to it are under way."""
         if not self.reason:
             self.reason = reason
             self._counters.add("save_stopped")
@@ -120,8 +122,8 @@ class BlockWriter:
             if target.reservation is not None:
                 target.reservation.abort()
 
-    def begin(self, tokens: Tokens) -> None:
-        """A pass over the next ``tokens`` of the row begins.
+    def begin(self, tokens: Tokens, moves: Moves = HERE) -> None:
+        """A pass over the next ``tokens`` of the row begins; ``moves`` make its copies, and keep what they write to.
 
         If it completes blocks it takes a round trip, and one or two more for each part that is a window.
         """
@@ -139,12 +141,14 @@ class BlockWriter:
             end_block -= blocks.reservation.n_skipped  # which can't have windows
         for part in range(1, len(self._layout.parts)):
             targets += self._windows(part, start, end_block)
-        self._pass = _Pass(start, len(self._ids), targets, set(range(len(self._layout.layers))))
+        moves.keep(self._tails, [target.kept for target in targets])
+        self._pass = _Pass(start, len(self._ids), targets, set(range(len(self._layout.layers))), moves)
 
     def write(self, layer: int, planes: Sequence[Plane], *, stays: bool = False) -> None:
-        """A layer's KV of this pass: each plane's pages begin with the first token of the pass. Blocks for the copy.
+        """A layer's KV of this pass: each plane's pages begin with the first token of the pass. Blocks for the copy, or
+        for giving it to the device; the memory must stay as it is until the moves are settled then.
 
-        ``stays`` says that the memory stays as it is until ``end``, which then copies all layers at once.
+        ``stays`` says that it does until ``end``, which then copies all layers at once.
         """
         current = self._pass
         if current is None:
@@ -152,19 +156,23 @@ class BlockWriter:
         place = self._layout.layers[layer]
         if len(planes) != len(place.planes):
             raise BadInputError(f"layer {layer} has {len(place.planes)} planes, {len(planes)} were given")
-        for plane, offset in zip(planes, place.planes, strict=True):
-            for target in current.targets:
-                if target.part != place.part:
-                    continue
-                runs = self._runs(current, target, layer, plane.pages)
-                if stays:
-                    current.to_copy.append((runs, offset, plane.address))
-                else:
-                    copy_runs(runs, offset, plane.address)
+        copies = [
+            Copy(self._runs(current, target, layer, plane.pages), offset, plane.address)
+            for plane, offset in zip(planes, place.planes, strict=True)
+            for target in current.targets
+            if target.part == place.part
+        ]
+        if stays:
+            current.to_copy += copies
+        else:
+            current.moves.copy(copies)
         current.layers_missing.discard(layer)
 
     def end(self) -> None:
-        """The pass is over: what it completed becomes visible. One round trip for each part if it completed blocks."""
+        """The pass is over: what it completed becomes visible. One round trip for each part if it completed blocks.
+
+        Blocks until the copies are over. Raises DeviceError if the device failed: nothing is stored then.
+        """
         current, self._pass = self._pass, None
         if current is None:
             return
@@ -172,7 +180,14 @@ class BlockWriter:
             self._pass = current
             self.stop(f"layer {min(current.layers_missing)} had no KV for a pass that ended")
             return
-        copy_many(current.to_copy)
+        try:
+            if current.to_copy:
+                current.moves.copy(current.to_copy)
+            current.moves.settle()
+        except DeviceError as error:
+            self._pass = current
+            self.stop(str(error))
+            raise
         why_stop = ""
         for target in current.targets:
             if target.reservation is not None and self._commit(target.part, target.reservation) and not target.part:

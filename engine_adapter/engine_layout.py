@@ -7,11 +7,13 @@
 
 So vLLM's flash attention is ``2PTHD`` or ``PTHC``, SGLang's layer-first ``SHD`` for K and V each, its page-first
 ``2SLHD``, ``2PLTHD``, ``2PHTLD``, an MLA latent ``PTD``, opaque blocks ``PX``. Memory order does not matter: strides
-are read from the tensors, which may be numpy's or torch's.
+are read from the tensors, which may be numpy's, torch's, or whatever says by ``__cuda_array_interface__`` where it
+lies on a device.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +54,8 @@ class EngineKV:
     layers: tuple[EngineLayer, ...]
     page_tokens: int
     n_pages: int
+    on_device: bool = False
+    """Whether addresses are of a device's memory."""
     _tensors: tuple[Any, ...] = field(default=(), repr=False, compare=False)
 
     @classmethod
@@ -59,7 +63,7 @@ class EngineKV:
         """From one tensor a layer (or a pair of K and V), or a single one with a dimension ``L``.
 
         ``page_tokens`` is needed where no dimension says it: with ``S`` and ``X``. Raises BadInputError for dimensions
-        that don't fit, values of a head that are not contiguous, tensors that differ or are on a device.
+        that don't fit, values of a head that are not contiguous, tensors that differ or are on other than CUDA devices.
         """
         if not tensors:
             raise BadInputError("no tensors were given; give one for each layer")
@@ -69,16 +73,20 @@ class EngineKV:
             raise BadInputError(f"dims is {dims!r}; it needs one of D, C and X for the values")
         layers: list[EngineLayer] = []
         counts: set[tuple[int, int]] = set()
+        places: set[bool] = set()
         for given in tensors:
             parts = [_Described(part, dims) for part in (given if isinstance(given, tuple) else (given,))]
             for index in range(parts[0].size("L")):
                 planes = [plane for part in parts for plane in part.planes(index, page_tokens)]
                 layers.append(EngineLayer(tuple(planes), parts[0].size("H"), parts[0].unit_bytes, "X" in dims))
             counts |= {part.counts(page_tokens) for part in parts}
+            places |= {part.on_device for part in parts}
         if len(counts) != 1:
             raise BadInputError(f"the tensors differ in (page_tokens, pages): {sorted(counts)}")
+        if len(places) != 1:
+            raise BadInputError("some tensors lie in host memory, some on a device; give all in one place")
         ((tokens, n_pages),) = counts
-        return cls(tuple(layers), tokens, n_pages, tuple(tensors))
+        return cls(tuple(layers), tokens, n_pages, places.pop(), tuple(tensors))
 
     def check(self, layout: BlockLayout) -> None:
         """Raises BadInputError, naming the layer, unless blocks of ``layout`` hold just this KV."""
@@ -113,11 +121,20 @@ class _Described:
         shape = tuple(tensor.shape)
         if len(shape) != len(dims):
             raise BadInputError(f"a tensor of shape {shape} does not have the dimensions {dims!r}")
+        self.on_device = False
         if hasattr(tensor, "data_ptr"):
-            if tensor.device.type != "cpu":
-                raise BadInputError(f"a tensor is on {tensor.device}; only host memory can be copied here")
+            if tensor.device.type not in ("cpu", "cuda"):
+                raise BadInputError(
+                    f"a tensor is on {tensor.device}; only host memory and CUDA devices can be read here"
+                )
+            self.on_device = tensor.device.type == "cuda"
             self.value_bytes, self.address = tensor.element_size(), tensor.data_ptr()
             strides = [stride * self.value_bytes for stride in tensor.stride()]
+        elif hasattr(tensor, "__cuda_array_interface__"):
+            interface = tensor.__cuda_array_interface__
+            self.on_device = True
+            self.value_bytes, self.address = np.dtype(interface["typestr"]).itemsize, int(interface["data"][0])
+            strides = list(interface.get("strides") or _packed_strides(shape, self.value_bytes))
         else:
             self.value_bytes, self.address = tensor.itemsize, tensor.ctypes.data
             strides = list(tensor.strides)
@@ -157,3 +174,8 @@ class _Described:
             starts = [start]
         inside = Strides(token_bytes, strides.get("H", self.unit_bytes))
         return [EnginePlane(each, page_bytes, inside) for each in starts]
+
+
+def _packed_strides(shape: tuple[int, ...], value_bytes: int) -> list[int]:
+    """Bytes from one to the next in each dimension of a C-contiguous array."""
+    return [value_bytes * math.prod(shape[i + 1 :]) for i in range(len(shape))]

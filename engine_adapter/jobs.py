@@ -13,18 +13,26 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from kvstore.engine_adapter.counters import SharedCounters
+from kvstore.engine_adapter.moving import HERE, Moves
+from kvstore.errors import DeviceError
 
 _LOG = logging.getLogger(__name__)
 
 
 class Job:
-    """One transfer, with ``n_layers`` layers, over at ``deadline_s`` (of ``time.monotonic``) at the latest."""
+    """One transfer, with ``n_layers`` layers, over at ``deadline_s`` (of ``time.monotonic``) at the latest.
+
+    On a device a layer is first given, then complete; a job is over only when all that was given is.
+    """
 
     def __init__(self, n_layers: int, deadline_s: float) -> None:
         self.reason = ""
         """Why it did not succeed; final once it is over."""
         self._deadline_s = deadline_s
         self._n_layers = n_layers
+        self._moves: Moves = HERE
+        self._marks: list[int | None] = []
+        """One for each layer that was given."""
         self._n_done = 0
         self._over = False
         self._ending = ""
@@ -48,6 +56,17 @@ class Job:
             self._state.wait_for(lambda: self._n_done > layer or self._over, rest_s)
             return self._n_done > layer
 
+    def let_wait(self, layer: int, stream: int, deadline_s: float) -> bool:
+        """Block until a layer is given to the device, and let what the engine's stream is given from now on come after
+        it; False if it won't be, or not by ``deadline_s``. Without a device as ``wait_layer``."""
+        with self._state:
+            rest_s = max(deadline_s - time.monotonic(), 0.0)
+            self._state.wait_for(lambda: len(self._marks) > layer or self._over, rest_s)
+            if len(self._marks) <= layer:
+                return False
+        self._moves.let_wait(stream, self._marks[layer])
+        return True
+
     def wait_copied(self, deadline_s: float) -> bool:
         """Block until the engine may use the memory again; False if not by ``deadline_s``: cancel it then."""
         return self.wait_layer(self._n_layers - 1, deadline_s) or self.over
@@ -59,14 +78,19 @@ class Job:
             return self._over and not self.reason
 
     def cancel(self, why: str = "it was cancelled") -> None:
-        """End it. Blocks until the copy of a layer that is under way is done. Does nothing when it is over."""
+        """End it. Blocks until the copies that are under way are done. Does nothing when it is over."""
         # Said first: the thread could take the lock for all its layers before it is our turn.
         self._ending = self._ending or why
         with self._touching:
             self.finish(why)
 
-    def step(self, copy: Callable[[], None]) -> bool:
-        """Copy one layer, unless the job is over or its time is; whether it was copied."""
+    def use(self, moves: Moves) -> None:
+        """What makes this job's copies; before the first."""
+        self._moves = moves
+
+    def step(self, copy: Callable[[], bool | None]) -> bool:
+        """Copy one layer, or give it, unless the job is over or its time is; whether it was. ``copy`` may say False for
+        a layer that is not whole, as the job is ending."""
         with self._touching:
             if self._ending:
                 self.finish(self._ending)
@@ -75,14 +99,31 @@ class Job:
             if time.monotonic() >= self._deadline_s:
                 self.finish("its deadline had passed")
                 return False
-            copy()
+            if copy() is False:
+                self.finish(self._ending or "it was cancelled")
+                return False
+            mark = self._moves.mark()
         with self._state:
-            self._n_done += 1
+            self._marks.append(mark)
+            self._n_done += mark is None
             self._state.notify_all()
         return True
 
+    def complete(self, ahead: int = 0) -> None:
+        """Block until all layers that were given are complete but the last ``ahead`` ones. Raises DeviceError."""
+        while self._n_done < len(self._marks) - ahead:
+            self._moves.sync(self._marks[self._n_done])
+            with self._state:
+                self._n_done += 1
+                self._state.notify_all()
+
     def finish(self, reason: str = "") -> None:
-        """It is over, with success unless there is a reason why not."""
+        """It is over, with success unless there is a reason why not. Blocks until the copies under way are."""
+        if not self._over:
+            try:
+                self._moves.settle()
+            except DeviceError as error:
+                reason = reason or str(error)
         with self._state:
             if not self._over:
                 self._over, self.reason = True, reason

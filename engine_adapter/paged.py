@@ -7,7 +7,7 @@ of the daemon, nor from a thread: rows that could not be had count as misses, ex
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,11 +20,12 @@ from kvstore.engine_adapter.block_writer import BlockWriter, Plane, Tokens
 from kvstore.engine_adapter.counters import SharedCounters
 from kvstore.engine_adapter.engine_layout import EngineKV
 from kvstore.engine_adapter.jobs import Job, Workers
+from kvstore.engine_adapter.moving import Copy, HostMover, Mover, Moves
 from kvstore.engine_adapter.page_table import PageTable
 from kvstore.engine_adapter.parts import Handle
-from kvstore.engine_adapter.runs import Runs, copy_runs, plan_runs
+from kvstore.engine_adapter.runs import Runs, plan_runs
 from kvstore.engine_adapter.stored_prefix import StoredPrefix
-from kvstore.errors import BadInputError
+from kvstore.errors import BadInputError, DeviceError
 from kvstore.tokens import token_array
 from kvstore.types import ExtraKey, Root
 
@@ -60,8 +61,13 @@ class SaveJob(Job):
         super().__init__(n_layers, deadline_s)
         self._n_ready = 0
 
-    def layer_ready(self, layer: int) -> None:
-        """This layer, and those before it, hold the pass's KV now. Returns at once."""
+    def layer_ready(self, layer: int, stream: int | None = None) -> None:
+        """This layer, and those before it, hold the pass's KV now; with ``stream``, of a device, when all is over that
+        the engine's stream was given until now. Returns at once."""
+        try:
+            self._moves.after(stream)
+        except DeviceError as error:
+            self.cancel(str(error))
         with self._state:
             self._n_ready = max(self._n_ready, layer + 1)
             self._state.notify_all()
@@ -76,8 +82,9 @@ class SaveJob(Job):
 class PagedStore:
     """See the module. Calls may come from several threads; each row's writer is used by one job at a time.
 
-    ``granularity_tokens``: a hit is cut to a multiple of it (an engine that needs whole pages says so).
-    Raises BadInputError if the engine's memory is not what the namespace says.
+    ``granularity_tokens``: a hit is cut to a multiple of it (an engine that needs whole pages says so). ``mover``: what
+    copies, a ``gpu.mover.DeviceMover`` if the engine's memory is a device's; the caller closes it.
+    Raises BadInputError if the engine's memory is not what the namespace says, or not where the mover copies.
     """
 
     def __init__(
@@ -90,14 +97,19 @@ class PagedStore:
         workers: int = 2,
         waiting_max: int = 64,
         counters: SharedCounters | None = None,
+        mover: Mover | None = None,
     ) -> None:
         self.counters = counters or SharedCounters()
+        self._mover = mover or HostMover(copy_threads)
+        if self._mover.on_device != engine.on_device:
+            there, here = ("a device", "host memory") if engine.on_device else ("host memory", "a device")
+            raise BadInputError(f"the engine's tensors are in the memory of {there}, the mover copies to {here}")
         self.layout = BlockLayout.by_part(handle.namespace.spec)
         engine.check(self.layout)
         if granularity_tokens < 1:
             raise BadInputError(f"granularity_tokens is {granularity_tokens}; it must be 1 or more")
         self._handle, self._engine = handle, engine
-        self._granularity_tokens, self._copy_threads = granularity_tokens, copy_threads
+        self._granularity_tokens = granularity_tokens
         # Loads and saves don't wait for each other: a save waits for the engine's layers.
         self._loads = Workers(workers, waiting_max, self.counters)
         self._saves = Workers(workers, waiting_max, self.counters)
@@ -121,8 +133,12 @@ class PagedStore:
         *,
         deadline_s: float,
         first_tokens: Sequence[int] | None = None,
+        stream: int | None = None,
     ) -> LoadJob:
         """Bring each row's stored tokens, from ``first_tokens`` on, into its pages. Returns at once.
+
+        On a device that begins when all is over that the engine's ``stream`` was given until now. A layer may be used
+        after ``wait_layer``, or on a stream after ``let_wait``.
 
         Page 0 of a row holds its token 0. Of layers with a window only the blocks of the window before the end of the
         hit come, if the namespace is hybrid. The pages are the job's until it is over or cancelled.
@@ -132,7 +148,9 @@ class PagedStore:
         if not len(table) == len(found) == len(firsts):
             job.cancel(f"{len(found)} rows were found, but {len(table)} have pages and {len(firsts)} a first token")
             return job
-        self._loads.start(job, lambda: self._load(job, found, table, firsts))
+        moves = self._moves(job, self._mover.loading, stream)
+        if moves is not None:
+            self._loads.start(job, lambda: self._load(job, moves, found, table, firsts))
         return job
 
     def writer(self, row: RowRequest, prefix: StoredPrefix) -> BlockWriter:
@@ -148,14 +166,16 @@ class PagedStore:
     ) -> SaveJob:
         """Store a pass: ``tokens[i]`` come next in row i, whose pages ``table`` has. Returns at once.
 
-        Call ``layer_ready`` as the engine computes. What the pass completes is visible when the job is over. A pass
-        of a writer must be over before its next begins.
+        Call ``layer_ready`` as the engine computes; pages must stay as they are until ``wait_copied``. What the pass
+        completes is visible when the job is over. A pass of a writer must be over before its next begins.
         """
         job = SaveJob(len(self._engine.layers), deadline_s)
         if not len(writers) == len(tokens) == len(table):
             job.cancel(f"{len(writers)} writers, {len(tokens)} rows of tokens and {len(table)} of pages were given")
             return job
-        self._saves.start(job, lambda: self._save(job, writers, tokens, table))
+        moves = self._moves(job, self._mover.storing, None)
+        if moves is not None:
+            self._saves.start(job, lambda: self._save(job, moves, writers, tokens, table))
         return job
 
     def close(self) -> None:
@@ -163,11 +183,27 @@ class PagedStore:
         self._loads.close()
         self._saves.close()
 
-    def _load(self, job: LoadJob, found: Sequence[StoredPrefix], table: PageTable, firsts: Sequence[int]) -> None:
+    def _moves(self, job: Job, begin: Callable[[], Moves], stream: int | None) -> Moves | None:
+        """What makes the job's copies; None if the device failed, which ends it."""
+        try:
+            moves = begin()
+            moves.after(stream)
+        except DeviceError as error:
+            job.cancel(str(error))
+            return None
+        job.use(moves)
+        return moves
+
+    def _load(
+        self, job: LoadJob, moves: Moves, found: Sequence[StoredPrefix], table: PageTable, firsts: Sequence[int]
+    ) -> None:
         plans: dict[tuple[object, ...], Runs] = {}
+        moves.keep(*found)
         for layer in range(len(self._engine.layers)):
-            if not job.step(partial(self._load_layer, job, layer, found, table, firsts, plans)):
+            if not job.step(partial(self._load_layer, job, layer, moves, found, table, firsts, plans)):
                 return
+            job.complete(ahead=1)
+        job.complete()
         n_tokens = sum(
             prefix.n_tokens - first
             for prefix, first, reason in zip(found, firsts, job.row_reasons, strict=True)
@@ -180,12 +216,14 @@ class PagedStore:
         self,
         job: LoadJob,
         layer: int,
+        moves: Moves,
         found: Sequence[StoredPrefix],
         table: PageTable,
         firsts: Sequence[int],
         plans: dict[tuple[object, ...], Runs],
-    ) -> None:
+    ) -> bool:
         place, mine = self.layout.layers[layer], self._engine.layers[layer]
+        copies = []
         for row, prefix in enumerate(found):
             first_token = max(firsts[row], prefix.first_token(layer))
             if job.row_reasons[row] or prefix.n_tokens <= first_token:
@@ -199,7 +237,8 @@ class PagedStore:
                     self.counters.add("load_failed_rows")
                     job.row_reasons[row] = str(error)
                     break
-                copy_runs(plans[key], plane.address, offset, self._copy_threads)
+                copies.append(Copy(plans[key], plane.address, offset))
+        return moves.copy(copies, lambda: not job.ending)
 
     def _plan(self, layer: int, plane: int, prefix: StoredPrefix, pages: NDArray[np.int64], first_token: int) -> Runs:
         place = self.layout.layers[layer]
@@ -212,17 +251,18 @@ class PagedStore:
         )
 
     def _save(
-        self, job: SaveJob, writers: Sequence[BlockWriter], tokens: Sequence[ArrayLike], table: PageTable
+        self, job: SaveJob, moves: Moves, writers: Sequence[BlockWriter], tokens: Sequence[ArrayLike], table: PageTable
     ) -> None:
         try:
             firsts = [writer.n_tokens for writer in writers]
             for writer, each in zip(writers, tokens, strict=True):
-                writer.begin(token_array(each))
+                writer.begin(token_array(each), moves)
             for layer in range(len(self._engine.layers)):
                 if not job.wait_ready(layer):
                     job.cancel(f"layer {layer} was not computed by the deadline")
                 if not job.step(partial(self._save_layer, layer, writers, firsts, table)):
                     break
+                job.complete()
             else:
                 for writer in writers:
                     writer.end()

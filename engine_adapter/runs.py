@@ -137,8 +137,11 @@ def copy_runs(runs: Runs, to_address: int, from_address: int, threads: int = 1) 
         native.copy_batch(to, come_from, runs.sizes, threads=threads, streaming=False)
 
 
-def copy_many(copies: Sequence[tuple[Runs, int, int]]) -> None:
+def copy_many(copies: Sequence[tuple[Runs, int, int]], threads: int = 1) -> None:
     """``copy_runs`` for many layers as one batch: where each has few bytes, calls are what costs."""
+    if len(copies) == 1:
+        copy_runs(*copies[0], threads)
+        return
     by_runs: dict[int, tuple[Runs, list[int], list[int]]] = {}
     for runs, to_address, from_address in copies:
         _, to_addresses, from_addresses = by_runs.setdefault(id(runs), (runs, [], []))
@@ -147,4 +150,4 @@ def copy_many(copies: Sequence[tuple[Runs, int, int]]) -> None:
     for runs, to_addresses, from_addresses in by_runs.values():
         to = (np.array(to_addresses)[:, None] + runs.to).ravel().view(np.uint64)
         come_from = (np.array(from_addresses)[:, None] + runs.come_from).ravel().view(np.uint64)
-        native.copy_batch(to, come_from, np.tile(runs.sizes, len(to_addresses)), streaming=False)
+        native.copy_batch(to, come_from, np.tile(runs.sizes, len(to_addresses)), threads=threads, streaming=False)

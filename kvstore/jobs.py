@@ -1,4 +1,4 @@
-"""Slow work that the store hands out: disk reads, disk writes, names, copies.
+"""Slow work that the store hands out: disk reads, disk writes, names, copies to a GPU.
 
 A job is made on the store's thread. ``run`` may then be called once on any other thread: it blocks, never
 raises and touches no table. ``done`` is called afterwards on the store's thread again and takes the result
@@ -14,11 +14,12 @@ from enum import StrEnum
 
 
 class Lane(StrEnum):
-    """Which workers run a job. Jobs of the catalog's lane must run one at a time and in order."""
+    """Which workers run a job. Jobs of the catalog's and of the device's lane must run one at a time and in order."""
 
     READ = "read"
     WRITE = "write"
     CATALOG = "catalog"
+    DEVICE = "device"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

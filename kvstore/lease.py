@@ -73,6 +73,8 @@ class Lease(Claim):
     namespace: bytes = b""
     """Its digest, unless it is over a family; ``block_bytes`` is that of a block there (of a hybrid one: part 0)."""
     block_bytes: int = 0
+    hbm_slots: NDArray[np.int64] | None = None
+    """Where each of ``ids`` lies in HBM, -1 where it does not; None for who does not read there."""
 
     @property
     def n_held(self) -> int:
@@ -113,9 +115,16 @@ class Lease(Claim):
         return self.ids[start : start + self.n_held]
 
 
+NO_SESSION = 0
+"""Stands for a holder that no client is: sessions count from 1."""
+
+
 @dataclass(slots=True)
 class Pin(Claim):
-    """Blocks that must stay, without a right to read them. ``n_blocks``: of the prompt, if it isn't all ``ids``."""
+    """Blocks that must stay, without a right to read them. ``n_blocks``: of the prompt, if it isn't all ``ids``.
+
+    One whose holder is ``NO_SESSION`` ends with its time, or when anybody of its tenant lets go of it.
+    """
 
     ids: NDArray[np.integer[Any]]
     n_blocks: int | None = None

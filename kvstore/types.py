@@ -21,6 +21,9 @@ KEY_BYTES = 16
 TOKEN_BYTES = 4
 """A token id on the wire and in the index: unsigned 32 bits, little-endian."""
 
+FIRST_HBM_REGION_ID = 1 << 30
+"""Regions of HBM have higher ids, all others lower ones."""
+
 SLOT_BITS = 20
 """A slot id is ``region id << SLOT_BITS | index of the slot in its region``, signed 64 bits."""
 

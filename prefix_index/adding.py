@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.errors import KVStoreError
 from kvstore.prefix_index.block_table import DRAM, DRAM_BIT, NO_PARENT, STORED, BlockTable, Ids
 from kvstore.prefix_index.copies import Copies
 from kvstore.prefix_index.rows import RowPath
 from kvstore.prefix_index.tree import RadixTree, Stop
+
+
+class MissingParent(KVStoreError):  # noqa: N818 - it names what is missing, not a fault
+    """Rows can't be stored because an earlier row of their path isn't; nothing was changed."""
+
+
+class Inserted(NamedTuple):
+    """Blocks of the rows asked for. ``is_new``: the slot was taken; else a block that is in DRAM already stays,
+    and its slot too."""
+
+    ids: Ids
+    is_new: NDArray[np.bool_]
 
 
 def add_blocks(
@@ -43,7 +58,7 @@ def add_blocks(
         table.n_dram_children[ids] = table.n_children[ids]
         if parent != NO_PARENT:
             table.n_dram_children[parent] += 1
-        table.nvme_slot[ids], table.n_nvme_children[ids], table.hits[ids] = -1, 0, 0
+    table.clear_places(ids)
     copies.n[DRAM] += n_new
     tree.grow(stop, path, end, ids)
     return ids

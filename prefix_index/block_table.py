@@ -21,8 +21,8 @@ NO_PARENT = 0xFFFFFFFF
 MAX_BLOCKS = NO_PARENT
 TIERS = 4
 GROUPS_PER_TIER = 16
-DRAM, NVME = 0, 1
-"""Tier numbers."""
+DRAM, NVME, HBM = 0, 1, 2
+"""Tier numbers. Blocks live in DRAM and on NVMe; in HBM are copies of such blocks only, see ``above``."""
 
 FREE, STORED, COLD, PART, HIDDEN = 0, 1, 2, 3, 4
 """``state``: not alive; in the tree; known by its key only, as its row has not been seen yet; a part of the block
@@ -33,7 +33,7 @@ PARTS_MAX = 15
 
 
 def residency_bit(tier: int, group: int = 0) -> int:
-    """The bit of ``residency`` that says: this group of the block lies in this tier."""
+    """The bit of ``residency`` that says: this group of the block lies in this tier, which is not HBM."""
     if not (0 <= tier < TIERS and 0 <= group < GROUPS_PER_TIER):
         raise BadInputError(f"tier {tier}, group {group}: there are {TIERS} tiers of {GROUPS_PER_TIER} groups")
     return 1 << (tier * GROUPS_PER_TIER + group)
@@ -58,7 +58,7 @@ class BlockTable:
     rank             float64        the policy's order in DRAM: the lowest leaf goes first
     last_use_s       float64        policy time of the last access
     category         uint8          the caller's class of the last access
-    residency        uint64         bits per tier and group
+    residency        uint64         bits per tier and group, but for HBM
     n_children       uint32         blocks that directly follow it
     n_dram_children  uint32         those of them that are in DRAM
     node             object         the tree's edge that holds it, None for a cold block and a part
@@ -70,9 +70,18 @@ class BlockTable:
     nvme_rank        float64        the policy's order on NVMe, as ``rank`` is DRAM's
     nvme_slot        int64          the NVMe tier's handle of its frame; -1 when there is none
     n_nvme_children  uint32         children that are on NVMe
-    hits             uint8          accesses, its insertion included, up to 255
 
     Without, every block is in DRAM and ``n_dram_children`` is the array ``n_children``.
+
+    With an HBM tier also
+
+    hbm_rank         float64        the policy's order in HBM
+    hbm_slot         int64          where its copy in HBM lies; -1 when there is none
+    n_hbm_children   uint32         children that are in HBM
+
+    With any of these tiers also
+
+    hits             uint8          accesses, its insertion included, up to 255
 
     Once there are parts also
 
@@ -98,6 +107,9 @@ class BlockTable:
     nvme_rank: NDArray[np.float64]
     nvme_slot: NDArray[np.int64]
     n_nvme_children: NDArray[np.uint32]
+    hbm_rank: NDArray[np.float64]
+    hbm_slot: NDArray[np.int64]
+    n_hbm_children: NDArray[np.uint32]
     hits: NDArray[np.uint8]
     namespace: NDArray[np.uint32]
     part: NDArray[np.uint8]
@@ -123,12 +135,19 @@ class BlockTable:
         ("nvme_rank", np.float64),
         ("nvme_slot", np.int64),
         ("n_nvme_children", np.uint32),
-        ("hits", np.uint8),
     )
+    _HBM_FIELDS: tuple[tuple[str, Any], ...] = (
+        ("hbm_rank", np.float64),
+        ("hbm_slot", np.int64),
+        ("n_hbm_children", np.uint32),
+    )
+    _HIT_FIELDS: tuple[tuple[str, Any], ...] = (("hits", np.uint8),)
     _PART_FIELDS: tuple[tuple[str, Any], ...] = (("part", np.uint8), ("spare", np.bool_))
 
-    def __init__(self, reserve_blocks: int = 1024, nvme: bool = False) -> None:
+    def __init__(self, reserve_blocks: int = 1024, nvme: bool = False, hbm: bool = False) -> None:
         self.nvme = nvme
+        self.hbm = hbm
+        self.counts_hits = nvme or hbm
         self._capacity = 0
         self._free = array("I")
         self.n_used = 0
@@ -164,8 +183,13 @@ class BlockTable:
         if self._capacity:
             key[: self.n_used] = self.key[: self.n_used]
         self.key = key
-        fields = self._FIELDS + (self._NVME_FIELDS if self.nvme else ())
-        for name, dtype in fields + (self._PART_FIELDS if self.parts else ()):
+        optional = (
+            (self.nvme, self._NVME_FIELDS),
+            (self.hbm, self._HBM_FIELDS),
+            (self.counts_hits, self._HIT_FIELDS),
+            (bool(self.parts), self._PART_FIELDS),
+        )
+        for name, dtype in sum((fields for there, fields in optional if there), self._FIELDS):
             new = np.empty(n_blocks, dtype) if dtype is object else np.zeros(n_blocks, dtype)
             if self._capacity:
                 new[: self.n_used] = getattr(self, name)[: self.n_used]
@@ -203,6 +227,15 @@ class BlockTable:
         self.generation[ids] += 1
         return ids
 
+    def clear_places(self, ids: At) -> None:
+        """New blocks have no copy below or above DRAM, and were not used yet."""
+        if self.nvme:
+            self.nvme_slot[ids], self.n_nvme_children[ids] = -1, 0
+        if self.hbm:
+            self.hbm_slot[ids], self.n_hbm_children[ids] = -1, 0
+        if self.counts_hits:
+            self.hits[ids] = 0
+
     def free(self, ids: Ids) -> None:
         """Give ids back, whose copies are gone; their blocks are no longer alive."""
         if self.n_hidden:
@@ -215,7 +248,7 @@ class BlockTable:
         """Blocks are used; ``is_access``: which was not counted yet."""
         self.last_use_s[at] = now_s
         self.category[at] = category
-        if self.nvme and is_access:
+        if self.counts_hits and is_access:
             self.hits[at] = np.minimum(self.hits[at], 254) + 1
 
     def free_ids(self) -> Ids:
@@ -228,6 +261,8 @@ class BlockTable:
 
     def ranks(self, tier: int) -> NDArray[np.float64]:
         """The column that has a tier's order; another array after the table has grown."""
+        if tier == HBM:
+            return self.hbm_rank
         return self.rank if tier == DRAM else self.nvme_rank
 
     def in_slots(self, slots: NDArray[np.int64]) -> Ids:
@@ -238,6 +273,8 @@ class BlockTable:
 
     def resident(self, at: At, tier: int) -> NDArray[np.bool_]:
         """Which of the blocks have a copy in a tier."""
+        if tier == HBM:
+            return self.hbm_slot[at] >= 0 if self.hbm else np.zeros(at.shape, np.bool_)
         mask: NDArray[np.bool_] = (self.residency[at] & residency_bit(tier)) != 0
         return mask
 
@@ -253,6 +290,8 @@ class BlockTable:
         """
         if self.refs[block] != 0:
             return False
+        if tier == HBM:
+            return int(self.hbm_slot[block]) >= 0 and int(self.n_hbm_children[block]) == 0
         residency = int(self.residency[block])
         if tier == DRAM:
             return residency & DRAM_BIT != 0 and self.n_dram_children[block] == 0
@@ -260,18 +299,26 @@ class BlockTable:
             return False
         return residency & DRAM_BIT != 0 or self.n_children[block] == 0
 
+    def n_followers(self, block: int) -> int:
+        """How many blocks directly follow it, broken and cold ones included; parts of it are left out."""
+        return int(self.n_children[block]) - sum(int(column[block] != 0) for column in self.parts)
+
     def all_evictable(self, tier: int = DRAM) -> Ids:
         """Ids of all evictable blocks of a tier, ascending. Looks at the whole table."""
-        if not self.nvme:
+        if not self.nvme and tier == DRAM:
             return np.flatnonzero(self._evictable(slice(self.n_used), tier)).astype(np.uint32)
         # One narrow column first: a tier may hold a small part of the blocks.
         return self.evictable(self.all_resident(tier), tier)
 
     def all_resident(self, tier: int = DRAM) -> NDArray[np.intp]:
         """Ids of all blocks with a copy in a tier, ascending. Looks at the whole table."""
+        if tier == HBM:
+            return np.flatnonzero(self.hbm_slot[: self.n_used] >= 0)
         return np.flatnonzero(self.residency[: self.n_used].view("<u2")[tier::TIERS])
 
     def _evictable(self, at: At | slice, tier: int) -> NDArray[np.bool_]:
+        if tier == HBM:
+            return (self.refs[at] == 0) & (self.hbm_slot[at] >= 0) & (self.n_hbm_children[at] == 0)
         residency = self.residency[at]
         mask: NDArray[np.bool_] = (self.refs[at] == 0) & ((residency & residency_bit(tier)) != 0)
         if tier == DRAM:

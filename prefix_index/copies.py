@@ -50,8 +50,28 @@ class Witness(Protocol):
         ...
 
 
+class Upper(Protocol):
+    """Copies in a tier above these, of blocks that have one here; ``Above`` is one."""
+
+    def changed(self, at: At, lowest_rank: float) -> None:
+        """See ``Evictor.changed``."""
+        ...
+
+    def drop(self, at: At, reason: Loss) -> None:
+        """These blocks have no copy here any more."""
+        ...
+
+    def unpinned(self, at: At) -> None:
+        """These blocks have one pin less."""
+        ...
+
+    def check(self) -> None:
+        """Raises IntegrityError that names what does not hold."""
+        ...
+
+
 class Copies:
-    """The copies of all blocks in the tiers of one table. Ids of one call are distinct."""
+    """The copies of all blocks in the tiers of one table that blocks live in. Ids of one call are distinct."""
 
     def __init__(self, table: BlockTable, policy: EvictionPolicy, tenants: Tenants) -> None:
         self._table = table
@@ -67,11 +87,20 @@ class Copies:
         self.witness: Witness | None = None
         self.history: History | None = None
         """What remembers blocks that are gone."""
+        self.above: Upper | None = None
+        """Copies of these blocks in HBM, if there is such a tier."""
 
     def changed(self, at: At, lowest_rank: float = -np.inf) -> None:
         """Tell every evictor: see ``Evictor.changed``."""
         for evictor in self.evictors:
             evictor.changed(at, lowest_rank)
+        if self.above is not None:
+            self.above.changed(at, lowest_rank)
+
+    def last_lost(self, at: At, reason: Loss = Loss.EVICTED) -> None:
+        """These blocks have no copy in any of the tiers: they lose the one above, too."""
+        if self.above is not None and len(at):
+            self.above.drop(at, reason)
 
     def lost(self, at: At, tier: int) -> None:
         """Copies are gone otherwise than by eviction."""
@@ -133,6 +162,7 @@ class Copies:
         table.nvme_slot[at] = -1
         self.n[NVME] -= len(at)
         self.lost(at, NVME)
+        self.last_lost(at[table.residency[at] == 0], Loss.CORRUPT)
         self.n_broken += int(np.count_nonzero(table.residency[at] == 0))
         if self.witness is not None:
             self.witness.lost(at, NVME, Loss.CORRUPT, table.residency[at] == 0)

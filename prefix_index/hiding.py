@@ -164,6 +164,7 @@ class Hiding:
         table.residency[at] = left
         copies.n[tier] -= len(at)
         copies.lost(at, tier)
+        copies.last_lost(at[left == 0], Loss.CLEARED)
         copies.n_broken += int(np.count_nonzero(left == 0))
         if copies.witness is not None:
             copies.witness.lost(at, tier, Loss.CLEARED, left == 0)

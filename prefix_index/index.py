@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.config.tenants import TenantOptions
-from kvstore.errors import BadInputError, IntegrityError, KVStoreError
+from kvstore.errors import BadInputError, IntegrityError
 from kvstore.prefix_index import lineage
-from kvstore.prefix_index.adding import add_blocks
-from kvstore.prefix_index.block_table import DRAM, NVME, PART, At, BlockTable, Ids
+from kvstore.prefix_index.above import Above
+from kvstore.prefix_index.adding import Inserted, MissingParent, add_blocks
+from kvstore.prefix_index.block_table import DRAM, HBM, NVME, PART, At, BlockTable, Ids
 from kvstore.prefix_index.cold import ColdBlocks
 from kvstore.prefix_index.copies import Copies, Witness
 from kvstore.prefix_index.explain import Explanation, explain
@@ -43,24 +43,12 @@ __all__ = ["Evicted", "Inserted", "Match", "MissingParent", "PrefixIndex"]
 _MAX_SIZE_BYTES = (1 << 32) - 1
 
 
-class MissingParent(KVStoreError):  # noqa: N818 - it names what is missing, not a fault
-    """Rows can't be stored because an earlier row of their path isn't; nothing was changed."""
-
-
-class Inserted(NamedTuple):
-    """Blocks of the rows asked for. ``is_new``: the slot was taken; else a block that is in DRAM already stays,
-    and its slot too."""
-
-    ids: Ids
-    is_new: NDArray[np.bool_]
-
-
 class PrefixIndex:
     """Radix tree, block table, copies and eviction order behind one face.
 
     ``reserve_blocks``: room made at once, so that the table needn't be copied to grow; untouched room
-    takes no memory. ``nvme``: whether there is an NVMe tier; methods that name it need True. ``tenants``: how they
-    share the tiers; as long as all blocks are of one, that makes no difference.
+    takes no memory. ``nvme``, ``hbm``: whether there are such tiers; methods that name one need True. ``tenants``: how
+    they share the tiers; as long as all blocks are of one, that makes no difference.
 
     Copies on NVMe are closed towards the head of a prompt, but for blocks whose copy broke; copies in DRAM
     need not be. A block leaves the index with its last copy if nothing follows it, else it stays as *broken*
@@ -74,14 +62,17 @@ class PrefixIndex:
         reserve_blocks: int = 1 << 16,
         nvme: bool = False,
         tenants: TenantOptions | None = None,
+        hbm: bool = False,
     ) -> None:
-        self.table = BlockTable(reserve_blocks, nvme)
+        self.table = BlockTable(reserve_blocks, nvme, hbm)
         self.tenants = Tenants(self.table, tenants)
         """Whose the blocks are, and how much each tenant has."""
         self._policy = policy
-        policy.attach(self.table, (DRAM, NVME) if nvme else (DRAM,))
+        policy.attach(self.table, (DRAM, *((NVME,) if nvme else ()), *((HBM,) if hbm else ())))
         self._tree = RadixTree(self.table)
         self._copies = Copies(self.table, policy, self.tenants)
+        self.above = self._copies.above = Above(self.table, policy, self._copies) if hbm else None
+        """The copies in HBM."""
         self._cold = ColdBlocks(self.table)
         self.parts = Parts(self.table, self._copies, policy)
         """What groups of layers with a shorter memory have of the blocks."""
@@ -170,7 +161,7 @@ class PrefixIndex:
         return explain(self._tree, self.table, self._search, root_key, path)
 
     def resident(self, ids: At, tier: int) -> NDArray[np.bool_]:
-        """Which of the blocks have a copy in a tier (DRAM or NVME)."""
+        """Which of the blocks have a copy in a tier."""
         return self.table.resident(ids.astype(np.intp, copy=False), tier)
 
     def slots(self, ids: At) -> NDArray[np.int64]:
@@ -283,6 +274,8 @@ class PrefixIndex:
         if len(refs) and refs.min() <= 0:
             raise IntegrityError(f"block {ids[int(refs.argmin())]} is unpinned more often than it was pinned")
         self.table.refs[at] = refs - 1
+        if self.above is not None:
+            self.above.unpinned(at)
         self._copies.changed(at)
         if self._copies.n_broken:
             self._leaving.sweep(at)

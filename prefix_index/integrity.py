@@ -39,6 +39,8 @@ def check_index(tree: RadixTree, table: BlockTable, copies: Copies, cold: ColdBl
     cold.check()
     for evictor in copies.evictors:
         evictor.check()
+    if copies.above is not None:
+        copies.above.check()
     _check_tenants(copies)
 
 

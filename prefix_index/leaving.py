@@ -181,6 +181,7 @@ class Leaving:
         at = as_ids(tail)
         if not table.nvme:
             table.residency[at] = 0
+            copies.last_lost(at)
             self._leave(tail)
             return b"\1" * n
         residency = int(table.residency[tail[0]]) & ~residency_bit(tier)
@@ -192,6 +193,8 @@ class Leaving:
             children[parent] = left
             if left == 0:
                 copies.evictors[tier].became_leaf(parent)
+        if residency == 0:
+            copies.last_lost(at)
         if residency == 0 and table.n_children[tail[0]] == 0:
             self._leave(tail)
             return b"\1" * n

@@ -224,8 +224,8 @@ class Parts:
         table.slot[ids], table.size_bytes[ids], table.last_use_s[ids] = -1, size_bytes, use.now_s
         for column in (table.refs, table.residency, table.n_children, table.n_dram_children):
             column[ids] = 0
+        table.clear_places(ids)
         if table.nvme:
-            table.nvme_slot[ids], table.n_nvme_children[ids], table.hits[ids] = -1, 0, 0
             self._copies.n_broken += len(ids)  # until they gain their copy
         self.adopt(ids, parents, np.full(len(ids), number, np.uint8))
         return ids

@@ -23,6 +23,7 @@ class Use:
     ``namespace``, ``tenant``: the caller's numbers; ``block_tokens``: tokens of a block, 0 if unknown.
     ``category``: the caller's class, 0..255.
     ``is_again``: this use of these blocks was counted already, by the lookup that came before the insertion.
+    ``attention_doubling_tokens``: of the model, see ``kvstore.recompute``; 0 if unknown.
     """
 
     now_s: float = 0.0
@@ -34,6 +35,7 @@ class Use:
     block_tokens: int = 0
     category: int = 0
     is_again: bool = False
+    attention_doubling_tokens: float = 0.0
 
 
 class Newcomers(NamedTuple):

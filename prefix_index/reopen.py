@@ -65,8 +65,10 @@ def take_in(
     table.size_bytes[new] = found.size_bytes[is_new]
     table.last_use_s[new] = now_s
     table.namespace[new] = found.namespaces[is_new]
+    table.clear_places(new)
+    if table.counts_hits:
+        table.hits[new] = 1
     if table.nvme:
-        table.nvme_slot[new], table.n_nvme_children[new], table.hits[new] = -1, 0, 1
         copies.n_broken += n_new  # until they gain their copy
     np.add.at(table.n_children, parent[parent != NO_PARENT], 1)
     is_part = numbers[is_new] != 0

@@ -70,8 +70,7 @@ class Search:
         if stop is not None and stop.ids:
             parent = stop.ids[-1]
             in_tree = 1 if stop.used < len(stop.node.ids) else stop.node.n_kids
-            in_tree += sum(int(column[parent] != 0) for column in table.parts)
-            if table.n_children[parent] == in_tree:
+            if table.n_followers(parent) == in_tree:
                 return stop
             parent_key = table.key[parent].tobytes()
         elif not self._cold.has_root(root_key):

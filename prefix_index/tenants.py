@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from kvstore.config.tenants import EVERYBODY, TenantOptions
 from kvstore.config.units import PAGE_BYTES
-from kvstore.prefix_index.block_table import DRAM, NVME, At, BlockTable
+from kvstore.prefix_index.block_table import DRAM, HBM, NVME, At, BlockTable
 
 NOBODY = 0
 """The number of the tenant of blocks that nobody has described: found on disk, their namespace not yet opened."""
+
+N_TIERS = 3
 
 Sums = NDArray[np.int64]
 
@@ -40,13 +42,13 @@ class Tenants:
         self._table = table
         self._weight_of = options.weight_of()
         self._least_of, self._most_of = (
-            [options.least(tier) for tier in ("dram", "nvme")],
-            [options.most(tier) for tier in ("dram", "nvme")],
+            [*(options.least(tier) for tier in ("dram", "nvme")), {}],
+            [*(options.most(tier) for tier in ("dram", "nvme")), {}],
         )
         self._numbers: dict[str, int] = {}
         self._names: list[str] = []
         self.weights: NDArray[np.float64] = np.empty(0)
-        self.used_bytes: Sums = np.zeros((2, 0), np.int64)
+        self.used_bytes: Sums = np.zeros((N_TIERS, 0), np.int64)
         """int64 [tiers, tenants]; so are the next ones."""
         self.held_bytes: Sums = self.used_bytes
         """Of slots that are being filled."""
@@ -58,12 +60,12 @@ class Tenants:
         """Its copies that went for the sake of others."""
         self.n_caused: Sums = self.used_bytes
         """Copies of others that went for its sake."""
-        self.room_for_all = [0, 0]
+        self.room_for_all = [0] * N_TIERS
         """How many bytes all tenants together may have in each tier; 0: as many as they have."""
         self._owners: NDArray[np.intp] = np.zeros(16, np.intp)
         self.version = 0
         """Another one after blocks have turned out to be another tenant's."""
-        self.n_present = [0, 0]
+        self.n_present = [0] * N_TIERS
         """How many tenants have a copy in each tier."""
         self.number("")
 
@@ -87,7 +89,7 @@ class Tenants:
             self._names.append(name)
             self.weights = np.append(self.weights, self._setting(self._weight_of, name, 1.0))
             for column in ("used_bytes", "held_bytes", "n_evicted", "n_suffered", "n_caused"):
-                setattr(self, column, np.concatenate((getattr(self, column), np.zeros((2, 1), np.int64)), axis=1))
+                setattr(self, column, np.concatenate((getattr(self, column), np.zeros((N_TIERS, 1), np.int64)), axis=1))
             for column, tables, default in (
                 ("least_bytes", self._least_of, 0),
                 ("most_bytes", self._most_of, np.iinfo(np.int64).max),
@@ -187,13 +189,17 @@ class Tenants:
         """What ``used_bytes`` should say, counted anew. Looks at the whole table."""
         table = self._table
         sums = np.zeros_like(self.used_bytes)
-        for tier in (DRAM, NVME):
+        for tier in self._tiers:
             at = table.all_resident(tier)
             sums[tier] = np.bincount(self.owners(at), pages(table.size_bytes[at]), len(self))
         return sums
 
+    @property
+    def _tiers(self) -> tuple[int, ...]:
+        return (DRAM, *((NVME,) if self._table.nvme else ()), *((HBM,) if self._table.hbm else ()))
+
     def _count_all(self, at: At, sign: int) -> None:
-        for tier in (DRAM, NVME) if self._table.nvme else (DRAM,):
+        for tier in self._tiers:
             self._count(at[self._table.resident(at, tier)], tier, sign)
 
     def _count(self, at: At, tier: int, sign: int) -> int | None:

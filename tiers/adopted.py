@@ -129,7 +129,7 @@ def _use(regions: list[FormerRegion]) -> dict[int, float]:
     }
 
 
-def take_in(plan: Plan, book: RegionBook, table: SlotTable) -> FormerBlocks:
+def take_in(plan: Plan, book: RegionBook[Region], table: SlotTable) -> FormerBlocks:
     """Carry a plan out. A region that can't be mapped is nothing but memory from then on, as the dropped ones."""
     slots: list[Int64s] = []
     labels: list[Labels] = []

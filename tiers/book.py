@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.errors import IntegrityError
+from kvstore.tiers.any_region import DAEMON_WRITER, AnyRegion
 from kvstore.tiers.ledger import Ledger, NoLedger
-from kvstore.tiers.region import DAEMON_WRITER, Region
 from kvstore.tiers.slots import Int64s, SlotState, SlotTable
-from kvstore.tiers.source import RegionSource
+from kvstore.tiers.source import SourceFacts
+
+RegionT = TypeVar("RegionT", bound=AnyRegion)
+RegionT_co = TypeVar("RegionT_co", bound=AnyRegion, covariant=True)
 
 _Class = tuple[int | None, str, int]
 
@@ -22,13 +28,48 @@ class _Retired:
     size_bytes: int
     mappers: set[int]
     inode: int
+    gone: Callable[[], None]
 
 
-class RegionBook:
+class Source(Protocol[RegionT_co]):
+    """Where regions come from; ``RegionSource`` is one."""
+
+    @property
+    def available_bytes(self) -> int:
+        """What ``obtain`` can still give."""
+        ...
+
+    @property
+    def bound_bytes(self) -> int:
+        """What is out and raw never exceeds this."""
+        ...
+
+    def facts(self) -> SourceFacts:
+        """The bytes now."""
+        ...
+
+    def obtain(self, wanted_bytes: int, unit_bytes: int, exact: bool = False, keep_bytes: int = 0) -> RegionT_co | None:
+        """A raw region, or None."""
+        ...
+
+    def give_back(self, size_bytes: int) -> None:
+        """A region from ``obtain`` is gone for everybody: its bytes are free again."""
+        ...
+
+
+class RegionBook(Generic[RegionT]):
     """All regions by id and by class (writer, tenant, slot size), and the mappings of clients."""
 
-    def __init__(self, table: SlotTable, source: RegionSource, ledger: Ledger | None = None) -> None:
-        self.regions: dict[int, Region] = {}
+    def __init__(
+        self,
+        table: SlotTable,
+        source: Source[RegionT],
+        ledger: Ledger | None = None,
+        made: Callable[[RegionT, int], None] | None = None,
+    ) -> None:
+        """``made`` is told of each region with an id, and the place of its first slot, before anybody else."""
+        self.regions: dict[int, RegionT] = {}
+        self._made = made
         self._table = table
         self._source = source
         self._ledger: Ledger = ledger or NoLedger()
@@ -39,14 +80,14 @@ class RegionBook:
         self._last_id = 0
         self._moving_bytes = 0
 
-    def region(self, region_id: int) -> Region:
+    def region(self, region_id: int) -> RegionT:
         """One region. Raises IntegrityError when it is retired or was never made."""
         region = self.regions.get(region_id)
         if region is None:
             raise IntegrityError(f"region {region_id} is not in the tier (retired, or never made)")
         return region
 
-    def make(self, writer: int, tenant: str, slot_bytes: int, wanted_bytes: int, exact: bool) -> Region | None:
+    def make(self, writer: int, tenant: str, slot_bytes: int, wanted_bytes: int, exact: bool) -> RegionT | None:
         """A new region of a class, all slots free; None when the budget has no room for a slot."""
         keep_bytes = 0 if exact else self.moving_bytes
         region = self._source.obtain(wanted_bytes, slot_bytes, exact, keep_bytes)
@@ -57,7 +98,7 @@ class RegionBook:
         return region
 
     def adopt(
-        self, region: Region, region_id: int, writer: int | None, tenant: str, slot_bytes: int, mappers: frozenset[int]
+        self, region: RegionT, region_id: int, writer: int | None, tenant: str, slot_bytes: int, mappers: frozenset[int]
     ) -> None:
         """A region of an earlier daemon, all slots free. Ids ascend. Its bytes are out already."""
         region.adopt(region_id, writer, tenant, slot_bytes, mappers)
@@ -70,19 +111,20 @@ class RegionBook:
         self._ledger.region_retired(region_id, size_bytes, inode)
         for client in mappers:
             self._ledger.region_mapped(region_id, client)
-        self._retired[region_id] = _Retired(size_bytes, set(mappers), inode)
+        self._retired[region_id] = _Retired(size_bytes, set(mappers), inode, lambda: None)
         self._give_back_unmapped(region_id)
 
     def start_after(self, last_id: int) -> None:
         """Regions made from now on have higher ids."""
         self._last_id = max(self._last_id, last_id)
 
-    def _enter(self, region: Region) -> None:
+    def _enter(self, region: RegionT) -> None:
         self._table.add_region(region.id, region.n_slots, region.slot_bytes)
         self._last_id = region.id
         self.regions[region.id] = region
         self._add_to_class(region)
-        self._ledger.region_made(region, self._table.base(region.id))
+        if self._made is not None:
+            self._made(region, self._table.base(region.id))
 
     def has_class(self, writer: int, tenant: str, slot_bytes: int) -> bool:
         """Whether the writer has a region of this class already."""
@@ -104,7 +146,7 @@ class RegionBook:
         found.flags.writeable = False
         return found
 
-    def drain(self, region: Region, draining: bool) -> None:
+    def drain(self, region: RegionT, draining: bool) -> None:
         """Whether a region takes no new blocks for now, as it is being emptied."""
         region.draining = draining
         self._usable.clear()
@@ -166,7 +208,7 @@ class RegionBook:
 
     def mapped_by(self, client: int) -> dict[int, int]:
         """See ``DramTier.mapped_by``."""
-        all_known: dict[int, Region | _Retired] = self.regions | self._retired
+        all_known: dict[int, RegionT | _Retired] = {**self.regions, **self._retired}
         return {region_id: each.inode for region_id, each in all_known.items() if client in each.mappers}
 
     def drop_client(self, client: int) -> None:
@@ -207,7 +249,7 @@ class RegionBook:
                 asked.setdefault(client, []).append(region_id)
         return asked
 
-    def retire(self, region: Region) -> None:
+    def retire(self, region: RegionT) -> None:
         """Close an empty region. Its bytes count until nobody maps it."""
         self._usable.clear()
         self._table.remove_region(region.id)
@@ -221,7 +263,7 @@ class RegionBook:
         if region.mappers:
             self._ledger.region_retired(region.id, region.size_bytes, region.inode)
         region.close()
-        self._retired[region.id] = _Retired(region.size_bytes, region.mappers, region.inode)
+        self._retired[region.id] = _Retired(region.size_bytes, region.mappers, region.inode, region.gone)
         self._give_back_unmapped(region.id)
 
     def retire_empty(self, keep_for: tuple[int, str, int], limit_bytes: int | None) -> list[int]:
@@ -244,6 +286,15 @@ class RegionBook:
     def retired_bytes(self) -> int:
         """Bytes of retired regions that clients still map."""
         return sum(retired.size_bytes for retired in self._retired.values())
+
+    def addresses(self, slots: Int64s) -> NDArray[np.uint64]:
+        """Where slots lie for the daemon, uint64 ``[n]``. Raises IntegrityError for an unknown one."""
+        table = self._table
+        found = table.resolve(slots)
+        rows, back = np.unique(found.rows, return_inverse=True)
+        starts = np.array([self.regions[region_id].address for region_id in table.ids[rows].tolist()], np.uint64)
+        offsets = (found.indexes * table.slot_bytes[found.rows]).astype(np.uint64)
+        return starts[back] + offsets if len(slots) else offsets
 
     def check(self) -> None:
         """Raises IntegrityError that names what contradicts what."""
@@ -273,7 +324,15 @@ class RegionBook:
         for region in self.regions.values():
             region.close()
 
-    def _add_to_class(self, region: Region) -> None:
+    def close_for_all(self) -> None:
+        """As ``close``, also where clients still map them: for memory that would go with this process anyway."""
+        self.close()
+        for region in self.regions.values():
+            region.gone()
+        for retired in self._retired.values():
+            retired.gone()
+
+    def _add_to_class(self, region: RegionT) -> None:
         self._usable.clear()
         ids = self._classes.setdefault((region.writer, region.tenant, region.slot_bytes), [])
         ids.append(region.id)
@@ -289,5 +348,6 @@ class RegionBook:
         retired = self._retired[region_id]
         if not retired.mappers:
             del self._retired[region_id]
+            retired.gone()
             self._ledger.region_gone(region_id)
             self._source.give_back(retired.size_bytes)

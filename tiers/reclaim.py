@@ -75,7 +75,7 @@ class Reclaim:
 class Reclaimer:
     """Plans one reclaim at a time over the regions of a tier."""
 
-    def __init__(self, book: RegionBook, table: SlotTable, source: RegionSource) -> None:
+    def __init__(self, book: RegionBook[Region], table: SlotTable, source: RegionSource) -> None:
         self._book = book
         self._table = table
         self._source = source
@@ -171,8 +171,8 @@ class Reclaimer:
             live,
             dst,
             tags,
-            addresses(self._book, self._table, live),
-            addresses(self._book, self._table, dst),
+            self._book.addresses(live),
+            self._book.addresses(dst),
             source.slot_bytes,
             tuple(self._book.regions[region_id].mapping for region_id in used),
         )
@@ -197,15 +197,6 @@ def copy_moves(moves: Moves, threads: int = 1) -> None:
     for start in range(0, len(moves), step):
         part = slice(start, start + step)
         copy_batch(moves.dst_addresses[part], moves.src_addresses[part], moves.slot_bytes, threads)
-
-
-def addresses(book: RegionBook, table: SlotTable, slots: Int64s) -> NDArray[np.uint64]:
-    """Where slots lie in the daemon's own mappings, uint64 ``[n]``."""
-    found = table.resolve(slots)
-    rows, back = np.unique(found.rows, return_inverse=True)
-    starts = np.array([book.regions[region_id].address for region_id in table.ids[rows].tolist()], np.uint64)
-    offsets = (found.indexes * table.slot_bytes[found.rows]).astype(np.uint64)
-    return starts[back] + offsets if len(slots) else offsets
 
 
 def _can_hold(region: Region, source: Region) -> bool:

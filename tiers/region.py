@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from kvstore.errors import IntegrityError
 from kvstore.native import Mapping
 from kvstore.tiers import memfd
+from kvstore.tiers.any_region import DAEMON_WRITER, AnyRegion
 
-DAEMON_WRITER = 0
-"""The daemon itself as writer: no client can write such a region."""
+__all__ = ["DAEMON_WRITER", "Region"]
 
 
-class Region:
+class Region(AnyRegion):
     """Memory of ``size_bytes``; ``fd`` belongs to this object. Used by one thread at a time."""
 
     def __init__(self, size_bytes: int, adopted_fd: int | None = None) -> None:
@@ -30,23 +30,14 @@ class Region:
 
         Takes over ``adopted_fd``, whatever happens. Raises OSError when there is no memory, or it can't be mapped.
         """
-        self.id = 0
-        self.size_bytes = size_bytes
-        self.slot_bytes = 0
-        self.tenant = ""
-        self.writer: int | None = None
+        super().__init__(size_bytes)
         self.read_only = adopted_fd is not None
         """Only a writer that had it mapped before can write here; this daemon can't."""
         self.sealed = self.read_only
-        self.draining = False
-        self.mappers: set[int] = set()
-        self.unsettled: set[int] = set()
-        """Mappers that may use slots by rights of an earlier epoch: no slot that gets free is used again yet."""
         self.populated_bytes = 0
         self.fd = memfd.create("kvstore-region", size_bytes) if adopted_fd is None else adopted_fd
         self._array: NDArray[np.uint8] | None = None
         self.inode = os.fstat(self.fd).st_ino
-        """What the kernel calls its memory, in ``/proc/<pid>/maps`` for one."""
         try:
             self._mapping: Mapping | None = Mapping(self.fd, size_bytes, writable=not self.read_only, inherit=False)
             if self.read_only:
@@ -54,16 +45,6 @@ class Region:
         except OSError:
             os.close(self.fd)
             raise
-
-    @property
-    def n_slots(self) -> int:
-        """Slots of the assigned class; 0 while raw."""
-        return self.size_bytes // self.slot_bytes if self.slot_bytes else 0
-
-    @property
-    def is_stale(self) -> bool:
-        """Nobody can ever write here again: its room comes back with the whole region only."""
-        return self.read_only and self.writer is None
 
     @property
     def mapping(self) -> Mapping:
@@ -106,29 +87,10 @@ class Region:
 
     def assign(self, region_id: int, writer: int, tenant: str, slot_bytes: int) -> None:
         """Give a raw region its id, class and its only writer. The daemon's own are sealed at once."""
-        self._must_be_raw()
-        self._assign(region_id, writer, tenant, slot_bytes)
+        super().assign(region_id, writer, tenant, slot_bytes)
         memfd.seal_size(self.fd)
         if writer == DAEMON_WRITER:
             self.seal()
-
-    def adopt(self, region_id: int, writer: int | None, tenant: str, slot_bytes: int, mappers: frozenset[int]) -> None:
-        """Give an adopted region what it was, and those who map it. ``writer`` None if that one is gone."""
-        self._must_be_raw()
-        self._assign(region_id, writer, tenant, slot_bytes)
-        self.mappers.update(mappers)
-        self.unsettled.update(mappers)
-
-    def can_be_filled_by(self, writer: int) -> bool:
-        """Whether slots that are free now may be handed to this writer, whose region (or an orphan) it is."""
-        return not self.draining and not self.unsettled and not (self.read_only and writer == DAEMON_WRITER)
-
-    def unmapped_by(self, client: int) -> bool:
-        """A client maps it no longer. False if it did not."""
-        self.unsettled.discard(client)
-        mapped = client in self.mappers
-        self.mappers.discard(client)
-        return mapped
 
     def seal(self) -> None:
         """Nobody can map it writable any more; mappings that exist stay writable. Idempotent."""
@@ -141,7 +103,7 @@ class Region:
 
         That is a region whose writer sealed the seals: its descriptor never goes to anybody else.
         """
-        self.writer = None
+        super().orphan()
         with contextlib.suppress(OSError):
             self.seal()
 
@@ -154,20 +116,10 @@ class Region:
         others = self.mappers - {self.writer}
         if not self.sealed and others:
             raise IntegrityError(f"region {self.id} is not sealed but clients {sorted(others)} map it")
-        if not self.unsettled <= self.mappers:
-            raise IntegrityError(f"region {self.id} waits for clients {sorted(self.unsettled - self.mappers)} in vain")
+        super().check()
 
     def close(self) -> None:
         """Close the descriptor and unmap. Idempotent. Memory lives on while a client maps it."""
         if self._mapping is not None:
             self._mapping = self._array = None
             os.close(self.fd)
-
-    def _assign(self, region_id: int, writer: int | None, tenant: str, slot_bytes: int) -> None:
-        self.id, self.writer, self.tenant, self.slot_bytes = region_id, writer, tenant, slot_bytes
-
-    def _must_be_raw(self) -> None:
-        if self.slot_bytes:
-            raise IntegrityError(
-                f"region {self.id} has slots of {self.slot_bytes} bytes already; only a raw one may change"
-            )

@@ -6,14 +6,19 @@ assigned ones, and retired ones that a client still maps. The sum never exceeds 
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass
 
+from kvstore.logs import about
+from kvstore.native import numa
 from kvstore.tiers.memfd import PAGE_BYTES
 from kvstore.tiers.region import Region
 
 CHUNK_BYTES = 2 << 20
 """Pages filled in one call: whoever needs the region at once waits for one call at most."""
+
+log = logging.getLogger("kvstore.dram")
 
 STARTERS = 2
 """Raw regions of the size of a writer's first one, kept ready where the capacity is worth it."""
@@ -33,13 +38,23 @@ class RegionSource:
     """Makes regions within ``capacity_bytes``. One thread calls it; its own thread fills pages."""
 
     def __init__(
-        self, capacity_bytes: int, region_bytes: int, starter_bytes: int, prefault: bool, adopted_bytes: int = 0
+        self,
+        capacity_bytes: int,
+        region_bytes: int,
+        starter_bytes: int,
+        prefault: bool,
+        adopted_bytes: int = 0,
+        numa_node: int | None = None,
     ) -> None:
-        """``adopted_bytes`` are out already. They may exceed the capacity: then nothing is made until they don't."""
+        """``adopted_bytes`` are out already. They may exceed the capacity: then nothing is made until they don't.
+
+        Pages come from ``numa_node``, or from others where it is full or can't be chosen, which is logged.
+        """
         self.capacity_bytes = capacity_bytes
         self._adopted_bytes = adopted_bytes
         self._region_bytes = region_bytes
         self._starter_bytes = starter_bytes
+        self._numa_node = numa_node
         self._n_starters = STARTERS if capacity_bytes >= 16 * starter_bytes and starter_bytes < region_bytes else 0
         self._changed = threading.Condition()
         # All below belongs to the lock.
@@ -167,6 +182,8 @@ class RegionSource:
             region.close()
             self._out_bytes -= max(before_bytes, size_bytes)
             raise
+        if size_bytes > before_bytes:
+            self._place(region)
         self._out_bytes -= max(before_bytes, size_bytes) - size_bytes
         return region
 
@@ -179,9 +196,27 @@ class RegionSource:
         self._changed.wait_for(lambda: self._filling is not region)
 
     def _make_out(self, size_bytes: int) -> Region:
-        region = Region(size_bytes)
+        region = self._make(size_bytes)
         self._out_bytes += size_bytes
         return region
+
+    def _make(self, size_bytes: int) -> Region:
+        region = Region(size_bytes)
+        self._place(region)
+        return region
+
+    def _place(self, region: Region) -> None:
+        """Before pages are filled: those that exist stay where they are."""
+        if self._numa_node is None:
+            return
+        try:
+            numa.prefer_node(region.address, region.size_bytes, self._numa_node)
+        except OSError as error:
+            log.warning(
+                "the DRAM tier can't be placed on NUMA node %d: %s; its memory goes where the kernel puts it",
+                self._numa_node, error.strerror, extra=about("placing_failed", node=self._numa_node, errno=error.errno),
+            )  # fmt: skip
+            self._numa_node = None
 
     # -- the thread -----------------------------------------------------------------------------
 
@@ -215,7 +250,7 @@ class RegionSource:
                 return region
         starters = sum(region.size_bytes == self._starter_bytes for region in self._raw)
         size_bytes = self._starter_bytes if starters < self._n_starters else self._region_bytes
-        region = Region(min(size_bytes, self._spare_bytes() // PAGE_BYTES * PAGE_BYTES))
+        region = self._make(min(size_bytes, self._spare_bytes() // PAGE_BYTES * PAGE_BYTES))
         self._raw.append(region)
         return region
 

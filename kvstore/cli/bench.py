@@ -35,6 +35,7 @@ from kvstore.bench.report import (
     save,
 )
 from kvstore.cli.bench_crowd import clients, overlap, tell
+from kvstore.cli.bench_gpu import gpu
 from kvstore.cli.daemon_process import free_port, own_daemon, own_process
 from kvstore.cli.nvme_place import nvme_directory, room_for
 from kvstore.cli.params import SIZE, json_option, output_option
@@ -394,3 +395,4 @@ def peers(
 
 bench.add_command(clients)
 bench.add_command(overlap)
+bench.add_command(gpu)

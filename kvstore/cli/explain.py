@@ -15,8 +15,9 @@ from kvstore.client.explaining import Explanation
 
 @click.command(short_help="Say why a prompt misses, and what to do.")
 @number_option
+@click.option("--other-salts", is_flag=True, help="Look below other salts, too; on the daemon's host only.")
 @prompt_options
-def explain(asked: Asked, number: int) -> None:
+def explain(asked: Asked, number: int, other_salts: bool) -> None:
     """Say how much of a prompt can be used now, and why no more: what became of the first block that is missing.
 
     TOKENS is a file: .jsonl (a list of token ids per line), .npy, or raw little-endian uint32. Asking changes nothing.
@@ -24,7 +25,7 @@ def explain(asked: Asked, number: int) -> None:
     """
     ids = read_prompt(asked.tokens, number)
     with asked.handle("kvstore explain") as handle:
-        told = handle.explain(ids, root=asked.root)
+        told = handle.explain(ids, root=asked.root, other_salts=other_salts)
     if asked.as_json:
         click.echo(json.dumps(explanation_dict(told), indent=2))
         return

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvstore.client.finding import unpin
 from kvstore.client.prompts import DEFAULT_ROOT, count
+from kvstore.client.recording import Recording
 from kvstore.client.session import Session
 from kvstore.client.tenants import TenantInfo, ask_tenants
 from kvstore.client.waiting import checked_wait_s
@@ -184,6 +186,21 @@ class Latency:
     distribution: Distribution
 
 
+class Wanted(TypedDict, total=False):
+    """Which namespaces are meant: those that fit all that is given.
+
+    ``name``: the one bound to it. ``digest_prefix``: hexadecimal digits that its digest begins with. ``revision``: of
+    the model; ``tp_rank``, ``pp_rank``: of the shard. None: whichever.
+    """
+
+    name: str
+    digest_prefix: str
+    model: str
+    revision: str | None
+    tp_rank: int | None
+    pp_rank: int | None
+
+
 class AdminCalls:
     """See the module. ``Client`` has these methods."""
 
@@ -192,36 +209,25 @@ class AdminCalls:
     def namespaces(
         self,
         *,
-        name: str = "",
-        digest_prefix: str = "",
-        model: str = "",
-        revision: str | None = None,
-        tp_rank: int | None = None,
-        pp_rank: int | None = None,
         all_tenants: bool = False,
+        **wanted: Unpack[Wanted],
     ) -> list[NamespaceInfo]:
-        """The namespaces that fit all that is given; ``tp_rank``, ``pp_rank``: of their shard.
+        """The namespaces that fit all that is given.
 
         Raises BadInputError, DeniedError, UnavailableError.
         """
-        wanted = _filter(name, digest_prefix, model, revision, tp_rank, pp_rank)
-        request = pb.NamespacesRequest(filter=wanted, all_tenants=all_tenants)
+        request = pb.NamespacesRequest(filter=_filter(**wanted), all_tenants=all_tenants)
         reply = self._session.call(Method.NAMESPACES, request, pb.NamespacesReply)
         return [_namespace_info(each) for each in reply.namespaces]
 
     def clear(
         self,
         *,
-        name: str = "",
-        digest_prefix: str = "",
-        model: str = "",
-        revision: str | None = None,
-        tp_rank: int | None = None,
-        pp_rank: int | None = None,
         everything: bool = False,
         all_tenants: bool = False,
         dry_run: bool = False,
         wait_s: float = 10.0,
+        **wanted: Unpack[Wanted],
     ) -> Cleared:
         """No block of the namespaces that fit is found from now on, whoever uses it: the weights have changed, say.
 
@@ -230,7 +236,7 @@ class AdminCalls:
         ``Cleared.durable``. With ``dry_run`` it only counts. Raises BadInputError, DeniedError, UnavailableError.
         """
         request = pb.ClearRequest(
-            filter=_filter(name, digest_prefix, model, revision, tp_rank, pp_rank),
+            filter=_filter(**wanted),
             everything=everything,
             all_tenants=all_tenants,
             dry_run=dry_run,
@@ -252,13 +258,8 @@ class AdminCalls:
         after_seq: int | None = None,
         *,
         kinds: Collection[str] = (),
-        name: str = "",
-        digest_prefix: str = "",
-        model: str = "",
-        revision: str | None = None,
-        tp_rank: int | None = None,
-        pp_rank: int | None = None,
         all_tenants: bool = False,
+        **wanted: Unpack[Wanted],
     ) -> Watch:
         """Blocks that come to tiers and leave them, from now on, or those behind number ``after_seq``.
 
@@ -267,8 +268,14 @@ class AdminCalls:
         """
         if isinstance(kinds, str) or not all(isinstance(each, str) for each in kinds):
             raise BadInputError(f"kinds is {kinds!r:.80}; give several texts, as in kinds=('removed',)")
-        wanted = _filter(name, digest_prefix, model, revision, tp_rank, pp_rank)
-        return Watch(self._session, after_seq, all_tenants=all_tenants, wanted=wanted, kinds=kinds)
+        return Watch(self._session, after_seq, all_tenants=all_tenants, wanted=_filter(**wanted), kinds=kinds)
+
+    def unpin(self, pin_id: int) -> bool:
+        """Let go of a pin of this client, or of a kept one of its tenant; False if there is none. See ``pin``.
+
+        Raises BadInputError, UnavailableError.
+        """
+        return unpin(self._session, count("pin_id", pin_id, 1 << 64))
 
     def latencies(self) -> list[Latency]:
         """How long requests of each method took, since the daemon started. Raises UnavailableError."""
@@ -333,11 +340,16 @@ class AdminCalls:
 
 
 class Inspecting:
-    """What a handle of one namespace can tell of a prompt."""
+    """What a handle of one namespace can tell of a prompt, and of those that others ask."""
 
     _session: Session
     _fill: Callable[..., None]
     _name: Callable[[pb.Prompt], None]
+    ensure_open: Callable[[], bytes]
+
+    def record(self) -> Recording:
+        """The requests that anybody looks up in this namespace from now on: see ``Recording``."""
+        return Recording(self._session, self.ensure_open)
 
     def inspect(
         self,
@@ -378,7 +390,12 @@ def _inspection(reply: pb.InspectReply) -> Inspection:
 
 
 def _filter(
-    name: str, digest_prefix: str, model: str, revision: str | None, tp_rank: int | None, pp_rank: int | None
+    name: str = "",
+    digest_prefix: str = "",
+    model: str = "",
+    revision: str | None = None,
+    tp_rank: int | None = None,
+    pp_rank: int | None = None,
 ) -> pb.NamespaceFilter:
     for what, text in (("name", name), ("digest_prefix", digest_prefix), ("model", model), ("revision", revision)):
         if not isinstance(text, str) and (what, text) != ("revision", None):

@@ -18,9 +18,11 @@ from kvstore.client.address import Address, UnixAddress
 from kvstore.client.admin import AdminCalls
 from kvstore.client.family import FamilyHandle, must_be_family
 from kvstore.client.greeting import SocketLink
+from kvstore.client.hbm import IpcDevice
 from kvstore.client.hybrid import HybridHandle
 from kvstore.client.lease import Lease
 from kvstore.client.link import Link
+from kvstore.client.mapping import MappingListener
 from kvstore.client.namespace import NamespaceHandle, Stored
 from kvstore.client.prompts import count, seconds
 from kvstore.client.remote import remote_link
@@ -175,6 +177,29 @@ class Client(AdminCalls):
             pb.LeaseReply,
             lambda reply: Lease(self._session, reply, block_bytes, reply.first_block),
         )
+
+    def use_hbm(self, device: IpcDevice) -> None:
+        """Let leases with ``hbm=True`` read what the daemon has in HBM, with a device that this process has open.
+
+        It must be the daemon's, and stay open until this client is closed and its leases are released. Raises
+        BadInputError for another one, or if the daemon has no HBM tier, or not for clients of other machines.
+        """
+        uuid = self._session.hbm_uuid
+        if not uuid:
+            raise BadInputError(f"the daemon at {self._session} has no HBM tier for this client (--hbm-device, --hbm)")
+        if device.facts.uuid != uuid:
+            raise BadInputError(
+                f"the daemon's HBM is on device {uuid}, this one is {device.facts.uuid}: open the same device"
+            )
+        self._session.use_hbm(device)
+
+    def watch_mappings(self, listener: MappingListener) -> None:
+        """Tell ``listener`` what of the daemon's memory this process maps, so far and from now on."""
+        self._session.watch_mappings(listener)
+
+    def unwatch_mappings(self, listener: MappingListener) -> None:
+        """Undo ``watch_mappings``; the listener hears no more, also not of what it still keeps."""
+        self._session.unwatch_mappings(listener)
 
     def stats(self) -> dict[str, float | str]:
         """Counters and gauges of the daemon by name. Raises UnavailableError if it can't be asked."""

@@ -29,7 +29,7 @@ class NearNamespace:
 
 @dataclass(frozen=True, slots=True)
 class NearRoot:
-    """Another salt, which is not told, or LoRA identity, under which ``n_matching`` blocks of the prompt are stored."""
+    """Another LoRA identity, or salt, which is not told, under which ``n_matching`` blocks of the prompt are stored."""
 
     salt_differs: bool
     lora_differs: bool
@@ -93,13 +93,21 @@ class Explanation:
 class Explaining(Inspecting):
     """What a handle of one namespace can tell of a prompt."""
 
-    def explain(self, tokens: ArrayLike, *, root: Root = DEFAULT_ROOT, extras: Sequence[ExtraKey] = ()) -> Explanation:
+    def explain(
+        self,
+        tokens: ArrayLike,
+        *,
+        root: Root = DEFAULT_ROOT,
+        extras: Sequence[ExtraKey] = (),
+        other_salts: bool = False,
+    ) -> Explanation:
         """How much of a prompt can be used, and why no more: what became of the first block that is missing.
 
-        Blocks for one answer. Raises UnavailableError; counts as no use. Of other tenants nothing is told, nor is a
-        salt. What the daemon remembers ends with it.
+        Blocks for one answer. Raises UnavailableError; counts as no use. Of other tenants nothing is told. With
+        ``other_salts`` it is said whether the prompt is stored below another salt (not which): only over the daemon's
+        own socket, raises DeniedError elsewhere. What the daemon remembers ends with it.
         """
-        request = pb.ExplainRequest()
+        request = pb.ExplainRequest(other_salts=other_salts)
         self._fill(request.prompt, tokens, root, extras)
         self._name(request.prompt)
         return _explanation(self._session.call(Method.EXPLAIN, request, pb.ExplainReply))

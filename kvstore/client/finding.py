@@ -134,6 +134,7 @@ class Finding(Generic[LeaseT]):
         policy_time_s: float | None = None,
         category: int = 0,
         hints: Hints | None = None,
+        hbm: bool = False,
     ) -> LeaseT:
         """Find the longest stored prefix and hold it for reading in place.
 
@@ -141,6 +142,9 @@ class Finding(Generic[LeaseT]):
         considered. What lies on NVMe is read into DRAM first, as long as ``wait`` allows (see ``Wait``); the
         lease holds the leading blocks that are there then, ``n_pending`` counts the others. Moves no KV bytes
         otherwise. Use it as a context manager; a lease that holds nothing, a miss for example, is falsy.
+
+        With ``hbm``, after ``Client.use_hbm``, blocks that are in HBM need not be in DRAM: see ``Lease.hbm``. Blocks
+        that are used so again and again get copies there. Not in hybrid namespaces and families.
         """
         request = pb.LeaseRequest(
             first_block=count("first_block", first_block),
@@ -151,6 +155,7 @@ class Finding(Generic[LeaseT]):
         if max_blocks == 0:
             return self._leased(pb.LeaseReply(), 0, "max_blocks is 0")
         request.wait_s = self._wait_s(wait, request)
+        request.hbm = hbm and self._session.hbm is not None
         return self._take(request)
 
     def _note_copy(self, n_bytes: int, took_s: float, after_read: bool) -> None:
@@ -245,14 +250,15 @@ class Finding(Generic[LeaseT]):
         root: Root = DEFAULT_ROOT,
         extras: Sequence[ExtraKey] = (),
         ttl_s: float | None = None,
+        keep: bool = False,
     ) -> Pinned:
         """Keep the stored prefix of a prompt from being evicted, until ``unpin`` or for ``ttl_s`` seconds.
 
         Without ``ttl_s`` for the daemon's ``--pin-default`` (30 s); never longer than its ``--pin-max``, see
-        ``Pinned.ttl_s``, nor than this client lives. Raises BadInputError if the tenant, or all together, would have
-        more pinned than they may, UnavailableError if nothing can be promised.
+        ``Pinned.ttl_s``, nor than this client lives, unless ``keep``. Raises BadInputError if the tenant, or all
+        together, would have more pinned than they may, UnavailableError if nothing can be promised.
         """
-        request = pb.PinRequest(ttl_s=seconds("ttl_s", ttl_s))
+        request = pb.PinRequest(ttl_s=seconds("ttl_s", ttl_s), keep=keep)
         self._fill(request.prompt, tokens, root, extras)
         self._name(request.prompt)
         reply = self._session.call(Method.PIN, request, pb.PinReply)
@@ -262,8 +268,7 @@ class Finding(Generic[LeaseT]):
         """Let go of a pin; False if it had ended already. Raises UnavailableError."""
         if not isinstance(pinned, Pinned):
             raise BadInputError(f"pinned is {pinned!r:.80}; give what pin() returned")
-        reply = self._session.call(Method.UNPIN, pb.UnpinRequest(pin_id=pinned.id), pb.UnpinReply)
-        return reply.found
+        return unpin(self._session, pinned.id)
 
     def _fill(
         self,
@@ -282,3 +287,8 @@ class Finding(Generic[LeaseT]):
     def _wait_s(self, wait: Wait, request: pb.LeaseRequest | pb.PrefetchRequest) -> float:
         n_tokens = tokens_asked_for(self.namespace, request.prompt, request.first_block, request.max_blocks)
         return wait_seconds(wait, n_tokens, self._session.timeout_s)
+
+
+def unpin(session: Session, pin_id: int) -> bool:
+    """Let go of a pin of this client, or a kept one of its tenant; False if there is none. Raises UnavailableError."""
+    return session.call(Method.UNPIN, pb.UnpinRequest(pin_id=pin_id), pb.UnpinReply).found

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvstore.client.claims import Claimed
 from kvstore.client.era import Era
+from kvstore.client.hbm import NO_HBM_BLOCKS, HbmBlocks
 from kvstore.client.session import Session
 from kvstore.client.slots import Bytes, Slots, rows_of
 from kvstore.errors import BadInputError, EndedError, UnavailableError
@@ -157,6 +158,22 @@ class Held(Claimed):
             hold.prompt = False
 
 
+class Loan:
+    """Blocks of a lease in the hands of a reader that nobody here sees, as a device: they stay as they are until
+    ``end``, whatever becomes of the lease."""
+
+    def __init__(self, lease: Lease, kept: Sequence[Bytes]) -> None:
+        self._lease: Lease | None = lease
+        self._kept = tuple(kept)
+        lease.loans.add(self)
+
+    def end(self) -> None:
+        """The reader is done. Idempotent."""
+        lease, self._lease, self._kept = self._lease, None, ()
+        if lease is not None:
+            lease.loans.discard(self)
+
+
 class Lease(Held):
     """The right to read the blocks found for a prompt, in place. A context manager; falsy if it holds nothing:
     if nothing was found, or if what was found has yet to come from a slower tier (``n_pending``).
@@ -183,9 +200,13 @@ class Lease(Held):
         hold = shared or Hold(
             session, lambda: session.acknowledge(Method.RELEASE, release), lambda: session.release(release)
         )
+        self.hbm: HbmBlocks = session.hbm_blocks(reply.hbm) if reply.lease_id else NO_HBM_BLOCKS
+        """Which blocks are in HBM, for a lease that asked for it; ``view`` and copies are of those in DRAM only."""
         self._waited_s: float = reply.waited_s
         self._asked_s = 0.0
         self._copied: Callable[[int, float, bool], None] | None = None
+        self.loans: set[Loan] = set()
+        """What of it was lent and is not given back; see ``lend``."""
         super().__init__(session, lease_id, reply.ttl_s, slots, hold)
         self.first_block = first_block
         self.n_blocks: int = reply.n_blocks
@@ -211,7 +232,15 @@ class Lease(Held):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.release()
+        if error is None:
+            self.release()
+        else:  # which is what the caller has to hear of
+            self._give_up("it was released")
+
+    def lend(self, views: Sequence[Bytes]) -> Loan:
+        """Blocks (arrays of this lease's) that a device reads from here on; ``release`` raises until they are back."""
+        self.usable()
+        return Loan(self, views)
 
     def tell_copies(self, copied: Callable[[int, float, bool], None], asked_s: float) -> None:
         """Call ``copied(n_bytes, took_s, after_read)`` after copies by one thread.
@@ -260,7 +289,15 @@ class Lease(Held):
 
         Asked after a copy from addresses: what was copied counts only then.
         """
-        return self.valid and self.slots.unchanged()
+        return self.valid and self.slots.unchanged() and self.hbm.unchanged()
+
+    def abandon(self, why: str) -> None:
+        super().abandon(why)
+        self.hbm.forget()
+
+    def _give_up(self, why: str, *, told: bool = False) -> None:
+        super()._give_up(why, told=told)
+        self.hbm.forget()
 
     def renew(self, ttl_s: float = 0.0) -> bool:
         """Ask for more time; False if the right is gone. Blocks for one round trip."""
@@ -277,7 +314,12 @@ class Lease(Held):
         """Say that nothing is read any more. Idempotent.
 
         Pointers must not be used from here on. Arrays that are still alive keep the blocks until they are gone.
+        Raises BadInputError while a device still reads what was lent to it.
         """
+        if self.loans:
+            raise BadInputError(
+                f"lease {self.id} is still read from by a device ({len(self.loans)} readers): close these readers first"
+            )
         self._give_up("it was released")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -29,17 +29,38 @@ class Call(Protocol):
     ) -> ReplyT: ...
 
 
+class MappingListener(Protocol):
+    """Who must know what a session maps, as one that has it registered with a device; it may keep mappings alive.
+
+    Called on any thread, perhaps under the session's lock: only ``let_go`` may block, and none may call the client.
+    """
+
+    def mapped(self, mapping: Mapping) -> None:
+        """This is mapped now."""
+        ...
+
+    def leaving(self, mapping: Mapping) -> None:
+        """The session needs it no more, and the daemon may wait for it to be unmapped: let go of it soon."""
+        ...
+
+    def let_go(self) -> None:
+        """Let go of all mappings that are not in use, before this returns."""
+        ...
+
+
 class Regions:
     """The mapped regions of one session by region id.
 
     ``retire`` may be called on any thread at any time: the daemon retires a region only when nobody holds a
     lease or reservation in it. Everything else is called under the session's lock.
 
-    ``on_unmapped(region_id)`` is called, on any thread, once a retired region is really unmapped.
+    ``on_unmapped(region_id)`` is called, on any thread, once a retired region is really unmapped. ``listeners`` may
+    change at any time.
     """
 
-    def __init__(self, on_unmapped: Callable[[int], None]) -> None:
+    def __init__(self, on_unmapped: Callable[[int], None], listeners: Sequence[MappingListener] = ()) -> None:
         self._mappings: dict[int, Mapping] = {}
+        self._listeners = listeners
         self._on_unmapped = on_unmapped
         self._dropped: dict[int, weakref.ref[Mapping]] = {}
         self._leaving: dict[int, weakref.ref[Mapping]] = {}
@@ -51,13 +72,25 @@ class Regions:
         mapping.populate()
         if writable:  # before anybody else maps it: the daemon may not have come to all of it yet
             mapping.gather()
+        replaced = self._mappings.get(region_id)
         self._mappings[region_id] = mapping
         self._alive.add(mapping)
+        if replaced is not None:
+            self._tell_leaving(replaced)
+        for listener in tuple(self._listeners):
+            listener.mapped(mapping)
+
+    def tell_all(self, listener: MappingListener) -> None:
+        """Tell a listener of everything that is mapped already."""
+        for mapping in self._mappings.values():
+            listener.mapped(mapping)
 
     def forget(self, region_ids: Iterable[int]) -> None:
         """Let go of mappings that must not be used, which nobody looks at yet."""
         for region_id in region_ids:
-            self._mappings.pop(region_id, None)
+            mapping = self._mappings.pop(region_id, None)
+            if mapping is not None:
+                self._tell_leaving(mapping)
 
     def find(self, region_ids: list[int], *, writable: bool) -> dict[int, Mapping]:
         """The mappings of those among these regions that are mapped, for writing if so asked."""
@@ -79,8 +112,13 @@ class Regions:
             if mapping is not None:
                 self._leaving[region_id] = weakref.ref(mapping)
                 mapping.after_unmap = partial(self._left, region_id)
+                self._tell_leaving(mapping)
             elif region_id not in self._leaving:
                 self._on_unmapped(region_id)
+
+    def _tell_leaving(self, mapping: Mapping) -> None:
+        for listener in tuple(self._listeners):
+            listener.leaving(mapping)
 
     def _left(self, region_id: int) -> None:
         self._leaving.pop(region_id, None)
@@ -89,7 +127,9 @@ class Regions:
     def drop_all(self) -> bool:
         """Let go of everything. True if nothing is mapped any more, False if arrays still keep some."""
         self._dropped = {region_id: weakref.ref(mapping) for region_id, mapping in self._mappings.items()}
-        self._mappings = {}
+        leaving, self._mappings = list(self._mappings.values()), {}
+        while leaving:
+            self._tell_leaving(leaving.pop())
         return not len(self._alive)
 
     def unmapped(self) -> list[list[int]]:

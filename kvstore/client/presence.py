@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from kvstore.client.acks import Acknowledgements
 from kvstore.client.claims import Claims
 from kvstore.client.era import Era
+from kvstore.client.hbm import HbmRegions, split
 from kvstore.client.link import Calls, Events, Greeted, Link
-from kvstore.client.mapping import Regions
+from kvstore.client.mapping import MappingListener, Regions
 from kvstore.client.transport import NoWayError
 from kvstore.client.waiting import WaitingCalls
 from kvstore.client.watcher import watch
@@ -83,7 +84,12 @@ class Presence:
         self._beat_sent = False
         self._retry_s = RETRY_S_MIN
         self._thread: threading.Thread | None = None
-        self.regions = Regions(self._region_unmapped)
+        self._listeners: list[MappingListener] = []
+        self.regions = Regions(self._region_unmapped, self._listeners)
+        self.hbm: HbmRegions | None = None
+        """What is open of the daemon's HBM, for a client that reads there."""
+        self.hbm_uuid = ""
+        """The device of the daemon's HBM tier, if there is one."""
         self.era = Era()
         self.epoch = 0
         self.session_id = 0
@@ -110,6 +116,18 @@ class Presence:
     def wait_healthy(self, timeout_s: float) -> bool:
         """Block until the daemon answers again, at most ``timeout_s``."""
         return self._healthy.wait(timeout_s)
+
+    def watch_mappings(self, listener: MappingListener) -> None:
+        """Tell ``listener`` of what is mapped, from now on and so far."""
+        with self.exclusive():
+            self._listeners.append(listener)
+            self.regions.tell_all(listener)
+
+    def unwatch_mappings(self, listener: MappingListener) -> None:
+        """Undo ``watch_mappings``. It is told nothing about what it still keeps."""
+        with self.exclusive():
+            if listener in self._listeners:
+                self._listeners.remove(listener)
 
     def exclusive(self) -> threading.RLock:
         """The lock, for ``with``: several calls and mappings as one step, nobody else's call between them."""
@@ -158,7 +176,10 @@ class Presence:
         if reply.session_token != self._token:
             # What is mapped belongs to a session that is gone; arrays keep their own mappings.
             self.regions.drop_all()
-            self.regions = Regions(self._region_unmapped)
+            self.regions = Regions(self._region_unmapped, self._listeners)
+            if self.hbm is not None:
+                self.hbm.drop_all()
+                self.hbm = HbmRegions(self.hbm.device, self._region_unmapped)
             self._acks.clear()
             self.era = Era()
         elif reply.epoch != self.epoch:
@@ -166,6 +187,7 @@ class Presence:
             self.era = self.era.followed_by(self._acks, reply.epoch)
         self._calls, self._events = greeted.calls, greeted.events
         self._token, self.epoch, self.session_id = reply.session_token, reply.epoch, reply.session_id
+        self.hbm_uuid = reply.hbm_uuid
         self._heartbeat_s, self.server_version, self._can_wait = (
             reply.heartbeat_s,
             reply.server_version,
@@ -225,7 +247,10 @@ class Presence:
             if self._closed:
                 return
             self.claims.abandon_all("the client was closed")
-            if self.regions.drop_all() and self._calls is not None and self._healthy.is_set():
+            for listener in self._listeners:
+                listener.let_go()
+            nothing_is_open = self.hbm is None or self.hbm.drop_all()
+            if self.regions.drop_all() and nothing_is_open and self._calls is not None and self._healthy.is_set():
                 # Gone or hanging is fine: the kernel tells the daemon when this process ends.
                 with contextlib.suppress(KVStoreError):
                     self._calls.call(
@@ -305,7 +330,10 @@ class Presence:
                     # Granted in a reply that nobody waited for, or let go of meanwhile: nothing uses it.
                     self._acks.claim(lease, claim_id)
         # Without the lock: a caller may hold it, waiting for the very room that this gives.
-        self.regions.retire(event.retired_regions)
+        host, hbm = split(event.retired_regions)
+        self.regions.retire(host)
+        if self.hbm is not None:
+            self.hbm.retire(hbm)
 
     def _reconnect(self) -> Events | None:
         # Without the lock: nobody's call waits for a daemon that does not answer.

@@ -11,12 +11,13 @@ import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
+from kvstore.client.hbm import NO_HBM_BLOCKS, HbmBlocks, HbmRegions, IpcDevice
 from kvstore.client.mapping import map_regions
 from kvstore.client.presence import Presence
 from kvstore.client.slots import Bytes, Slots
 from kvstore.client.transport import RefusedError, ReplyT, TimedOutError, TurnedAwayError
 from kvstore.client.waiting import WaitingCalls
-from kvstore.errors import KVStoreError, ProtocolError, SessionEndedError, UnavailableError
+from kvstore.errors import BadInputError, KVStoreError, ProtocolError, SessionEndedError, UnavailableError
 from kvstore.native import Mapping
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import MAX_DESCRIPTORS, Method
@@ -144,6 +145,25 @@ class Session(Presence):
         Raises UnavailableError if they can't be.
         """
         return self._link.slots(self, claim_id, message, block_bytes, writable=writable)
+
+    def use_hbm(self, device: IpcDevice) -> None:
+        """Read blocks in HBM with this device from now on. Raises BadInputError if another is in use."""
+        with self.exclusive():
+            if self.hbm is not None and self.hbm.device is not device:
+                raise BadInputError("this client reads HBM with another device already: make another client")
+            if self.hbm is None:
+                self.hbm = HbmRegions(device, self._region_unmapped)
+
+    def hbm_blocks(self, message: pb.HbmSlots) -> HbmBlocks:
+        """Those blocks of a lease that are in HBM, their regions opened. Call with the lock held.
+
+        Raises UnavailableError if they can't be.
+        """
+        regions = self.hbm
+        if regions is None or not message.at:
+            return NO_HBM_BLOCKS
+        opened = regions.find(self._call_now, [layout.id for layout in message.slots.regions])
+        return HbmBlocks(regions, opened, message)
 
     def reads_at_once(self, rows: Bytes) -> bool:
         """Whether ``read_at_once`` does better than a lease and a copy, for as much."""

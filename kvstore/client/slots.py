@@ -120,21 +120,25 @@ class MappedSlots:
         # A view made later must find the mapping even if the daemon retires the region meanwhile.
         self._mappings = session.mappings(list(self._layouts), writable=writable) if mappings is None else mappings
         self._addresses: NDArray[np.uint64] | None = None
+        self._here = self._ids >= 0
+        """Not of blocks that are in HBM only."""
+        self._are_all_here = bool(self._here.all())
 
     def __len__(self) -> int:
         return len(self._ids)
 
     @property
     def addresses(self) -> NDArray[np.uint64]:
-        """uint64 [n]. Raises ProtocolError for slots outside the regions that came with them."""
+        """uint64 [n], 0 for a block in HBM only. Raises ProtocolError for slots outside of the regions sent with them."""
         return self._addresses_in(self._mapped())
 
     def view(self, i: int, hold: object) -> Bytes:
         """uint8 [block_bytes] over slot ``i``, no copy; read-only unless these slots are reserved.
 
         The array keeps ``hold`` and the mapping. It can't be made writable, although the writer of a region has
-        that mapped writable.
+        that mapped writable. Raises BadInputError for a block in HBM only.
         """
+        self._must_be_here(slice(i, i + 1))
         mappings = self._mapped()
         mapping = mappings[int(self._ids[i]) >> SLOT_BITS]
         address = int(self._addresses_in(mappings)[i])
@@ -148,12 +152,13 @@ class MappedSlots:
         """Whether every slot still has the contents it had when it was handed out."""
         if self._message is None:
             return True
-        granted = unpack("generations", self._message.generations, U64, len(self._ids))
+        granted = unpack("generations", self._message.generations, U64, int(np.count_nonzero(self._here)))
         now = self._session.generations(self._by_region(lambda layout, _: (layout.generation_base, 1)))
         return bool(np.array_equal(now, granted))
 
     def copy_out(self, rows: Bytes, threads: int, offset_bytes: int = 0) -> bool:
         """See ``Slots``."""
+        self._must_be_here(slice(len(rows)))
         mappings = self._mapped()  # kept here until the copy has ended
         addresses = self._addresses_in(mappings)[: len(rows)] + np.uint64(offset_bytes)
         with current().touching():
@@ -180,8 +185,17 @@ class MappedSlots:
 
     def _addresses_in(self, mappings: dict[int, Mapping]) -> NDArray[np.uint64]:
         if self._addresses is None:
-            self._addresses = self._by_region(partial(self._start_of, mappings))
+            addresses = self._by_region(partial(self._start_of, mappings))
+            if not self._are_all_here:
+                here, addresses = addresses, np.zeros(len(self._ids), np.uint64)
+                addresses[self._here] = here
+            self._addresses = addresses
         return self._addresses
+
+    def _must_be_here(self, which: slice) -> None:
+        if not self._are_all_here and not self._here[which].all():
+            block = int(self._here[which].argmin()) + (which.start or 0)
+            raise BadInputError(f"block {block} of the lease is in HBM only: read it there, see Lease.hbm")
 
     def _start_of(self, mappings: dict[int, Mapping], layout: pb.RegionLayout, index_max: int) -> tuple[int, int]:
         mapping = mappings.get(layout.id)
@@ -192,8 +206,10 @@ class MappedSlots:
         return mapping.address, layout.slot_bytes
 
     def _by_region(self, start_and_step: Callable[[pb.RegionLayout, int], tuple[int, int]]) -> NDArray[np.uint64]:
-        """``start + index * step`` of every slot, by its region."""
-        ids = self._ids
+        """``start + index * step`` of every slot here, by its region."""
+        ids = self._ids if self._are_all_here else self._ids[self._here]
+        if not len(ids):
+            return np.empty(0, np.uint64)
         if len(self._layouts) == 1:
             (layout,) = self._layouts.values()
             first_id = layout.id << SLOT_BITS

@@ -5,6 +5,7 @@ environment, flags) is the business of ``settings`` and ``layers``; only command
 """
 
 from kvstore.config.daemon import DEFAULT_POLICY, RECOVERY_MODES, WRITE_POLICIES, DaemonConfig
+from kvstore.config.hbm import HbmOptions
 from kvstore.config.listeners import GrpcOptions, MetricsOptions
 from kvstore.config.logs import LogOptions
 from kvstore.config.paths import UNIX_PATH_BYTES_MAX, check_socket_path, default_address, default_socket_path
@@ -22,6 +23,7 @@ __all__ = [
     "WRITE_POLICIES",
     "DaemonConfig",
     "GrpcOptions",
+    "HbmOptions",
     "LogOptions",
     "MetricsOptions",
     "PinOptions",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvstore.config.apart import check_apart
 from kvstore.config.checked import check_types
+from kvstore.config.hbm import HbmOptions
 from kvstore.config.listeners import GrpcOptions, MetricsOptions
 from kvstore.config.logs import LogOptions
 from kvstore.config.paths import check_socket_path
@@ -21,6 +22,8 @@ WRITE_POLICIES = ("through", "back", "selective")
 RECOVERY_MODES = ("none", "normal", "strict")
 POLICY_CLOCKS = ("system", "client")
 GENERATED_TOKENS = ("store", "skip")
+NUMA_WORDS = ("auto", "off")
+NUMA_NODES_MAX = 1024
 EXPLAIN_HISTORY_BLOCKS_MAX = 1 << 20
 """To look through more would keep other requests waiting."""
 
@@ -46,6 +49,8 @@ class DaemonConfig:
     ``generated_tokens`` is ``"store"``, or ``"skip"`` to store no block that holds one, whoever asks for it.
     ``explain_history_blocks`` is how many blocks that left are remembered, with the reason: 31 bytes each, 0 = none.
 
+    ``numa_node`` is the node that DRAM is taken from, in digits; ``"auto"`` for the one near all GPUs, ``"off"`` for none.
+
     With ``nvme_dir`` there is an NVMe tier of ``nvme_bytes`` there, evicted from by ``nvme_policy`` ("": as DRAM is, by
     ``policy``). ``write_policy`` says when a block is
     written to it: with its commit (``"through"``), when DRAM needs its room (``"back"``), or with its access
@@ -57,7 +62,7 @@ class DaemonConfig:
     With ``holder_path`` the memory is kept by a process behind that socket when the daemon ends, for
     ``holder_grace_s``; the next daemon takes it over.
 
-    ``grpc``, ``metrics``, ``log``, ``tenants`` and ``pins`` are options of their own. The ConfigError of a value names
+    ``grpc``, ``metrics``, ``log``, ``tenants``, ``pins`` and ``hbm`` are options of their own. The ConfigError of a value names
     the fields that it comes from in ``settings``, those of ``grpc`` and the like as ``grpc.listen``.
     """
 
@@ -65,6 +70,7 @@ class DaemonConfig:
     dram_bytes: int = 1 * GIB
     region_bytes: int = 0
     prefault: bool = True
+    numa_node: str = "auto"
     policy: str = DEFAULT_POLICY
     policy_clock: str = "system"
     lease_s_default: float = 30.0
@@ -91,12 +97,14 @@ class DaemonConfig:
     log: LogOptions = field(default_factory=LogOptions)
     tenants: TenantOptions = field(default_factory=TenantOptions)
     pins: PinOptions = field(default_factory=PinOptions)
+    hbm: HbmOptions = field(default_factory=HbmOptions)
 
     def __post_init__(self) -> None:
         check_types(self)
         if self.socket_path is not None:
             check_socket_path(self.socket_path, "socket_path")
         self._check_dram()
+        self._check_numa()
         if self.generated_tokens not in GENERATED_TOKENS:
             raise ConfigError(
                 f"--generated-tokens is {self.generated_tokens!r}; known are {', '.join(GENERATED_TOKENS)}",
@@ -136,6 +144,11 @@ class DaemonConfig:
         self.tenants.check_fits(self.dram_bytes, self.nvme_bytes)
         self.pins.check_fits(self.dram_bytes)
         self._check_holder()
+        if self.hbm.device and self.socket_path is None:
+            raise ConfigError(
+                "--hbm-device serves other processes only, and without --socket there are none: leave it out",
+                ("hbm.device", "socket_path"),
+            )
         check_apart(self.socket_path, self.holder_path, self.grpc, self.metrics)
 
     def _check_dram(self) -> None:
@@ -159,6 +172,14 @@ class DaemonConfig:
             raise ConfigError(
                 f"--region-bytes is {self.region_bytes}, more than the tier's {self.dram_bytes}: lower it",
                 ("region_bytes", "dram_bytes"),
+            )
+
+    def _check_numa(self) -> None:
+        number = self.numa_node
+        if number not in NUMA_WORDS and not (number.isascii() and number.isdecimal() and int(number) < NUMA_NODES_MAX):
+            raise ConfigError(
+                f"--numa-node is {number!r:.40}; give {', '.join(NUMA_WORDS)} or a node from 0 to {NUMA_NODES_MAX - 1}",
+                ("numa_node",),
             )
 
     def _check_holder(self) -> None:

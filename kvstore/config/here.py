@@ -10,10 +10,12 @@ from pathlib import Path
 from kvstore.config.daemon import DaemonConfig
 from kvstore.config.units import format_size
 from kvstore.errors import ConfigError
+from kvstore.native import numa
 
 
 def check_here(config: DaemonConfig) -> None:
-    """Raises ConfigError for an NVMe tier without a place, and for certificates and tokens that are not there."""
+    """Raises ConfigError for an NVMe tier without a place, a NUMA node, certificates and tokens that are not there."""
+    check_numa_node(config.numa_node)
     if config.nvme_dir is not None:
         check_nvme_place(config.nvme_dir, config.nvme_bytes)
     for option, field, path in (
@@ -24,6 +26,16 @@ def check_here(config: DaemonConfig) -> None:
     ):
         if path is not None:
             _check_file(path, option, field)
+
+
+def check_numa_node(numa_node: str) -> None:
+    """Raises ConfigError if the machine has nodes, and this one is none of them."""
+    nodes = numa.nodes()
+    if nodes and numa_node.isdecimal() and int(numa_node) not in nodes:
+        raise ConfigError(
+            f"--numa-node is {numa_node}; this machine has {', '.join(map(str, nodes))}, or give auto or off",
+            ("numa_node",),
+        )
 
 
 def check_nvme_place(directory: Path, capacity_bytes: int) -> None:

@@ -107,6 +107,12 @@ TABLE = Kind("TABLE", 'a table {a = ..., b = ...}, or "a=..., b=..." in quotes',
 TEXT = Kind("TEXT", "a text in quotes", str, lambda given: given, _write_text)
 
 
+NODE = Kind(
+    "[auto|off|N]", 'auto, off, or the number of a node', str,
+    lambda given: str(given) if isinstance(given, int) and not isinstance(given, bool) else given, _write_text,
+)  # fmt: skip
+
+
 def choice(choices: Sequence[str]) -> Kind:
     """One of some words."""
     words = "|".join(choices)

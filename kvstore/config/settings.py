@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from kvstore.config.daemon import GENERATED_TOKENS, POLICY_CLOCKS, RECOVERY_MODES, WRITE_POLICIES, DaemonConfig
-from kvstore.config.kinds import ADDRESS, COUNT, MICROSECONDS, PATH, SECONDS, SIZE, SWITCH, TABLE, TEXT, Kind, choice
+from kvstore.config.kinds import ADDRESS, COUNT, MICROSECONDS, NODE, PATH, SECONDS, SIZE, SWITCH, TABLE, TEXT, Kind, choice
 from kvstore.config.logs import LOG_FORMATS
 from kvstore.config.paths import SOCKET_VARIABLE, runtime_socket_path
 from kvstore.config.tenants import SHARES
@@ -70,6 +70,7 @@ class Setting:
 SECTIONS: dict[str, str] = {
     "daemon": "The daemon and its clients.",
     "dram": "The tier in host memory.",
+    "hbm": "Copies in the memory of a GPU, above that tier; there are some if it has a device and a capacity.",
     "nvme": "The tier below it; there is one if it has a directory and a capacity.",
     "leases": "How long leases and reservations live.",
     "tenants": "Who gets how much of the tiers, where several tenants share them.",
@@ -102,6 +103,13 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("dram", "region", "region_bytes", SIZE, "--region-bytes", "Size of a shared memory region.",
             "fits the tier"),
     Setting("dram", "prefault", "prefault", SWITCH, "--prefault", "Fill the tier's pages ahead of use."),
+    Setting("dram", "numa_node", "numa_node", NODE, "--numa-node",
+            "NUMA node to take the tier's memory from, if there are several; auto = near the GPUs, off = any."),
+    Setting("hbm", "device", "hbm.device", TEXT, "--hbm-device",
+            "Device of an HBM tier: cuda:0, or simulated, in ordinary memory.", "none"),
+    Setting("hbm", "capacity", "hbm.capacity_bytes", SIZE, "--hbm", "Capacity of the HBM tier.", "none"),
+    Setting("hbm", "promote_hits", "hbm.promote_hits", COUNT, "--hbm-promote-hits",
+            "At which access by a client that reads HBM a block gets a copy there."),
     Setting("nvme", "dir", "nvme_dir", PATH, "--nvme-dir",
             "Directory of an NVMe tier of its own; made if missing. What is in it is found again after a restart."),
     Setting("nvme", "capacity", "nvme_bytes", SIZE, "--nvme", "Capacity of the NVMe tier, e.g. 500GiB.", "none"),

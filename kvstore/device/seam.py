@@ -53,7 +53,7 @@ class Device(Protocol):
     # Memory --------------------------------------------------------------------------------------
 
     def malloc(self, size_bytes: int) -> int:
-        """Address of new device memory, aligned to 256 bytes, contents undefined. Raises DeviceMemoryError when full."""
+        """Address of new device memory, aligned to 256 bytes, contents undefined; DeviceMemoryError when full."""
         ...
 
     def free(self, address: int) -> None:
@@ -148,7 +148,7 @@ class Device(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for everything and give all back. Idempotent."""
+        """Wait for everything and give all back. Idempotent. Raises what failed that nobody was told of yet."""
         ...
 
 

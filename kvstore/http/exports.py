@@ -35,6 +35,13 @@ def _exports(kind: str, metric: str, help_: str, label: str, stats: dict[str, st
         yield Export(f"kvstore_{metric}", kind, help_, tuple(names.split()), {label: value} if label else {})
 
 
+MISS_REASONS = (
+    "new", "differs", "longer", "being_written", "not_loaded", "parts", "unsampled", "evicted_dram", "evicted_nvme",
+    "unwanted", "expired", "corrupt", "cleared", "no_room", "quota", "too_large", "too_long", "declined", "generated",
+    "uncommitted",
+)  # fmt: skip
+"""What may have become of a block that is missing."""
+
 EXPORTS: tuple[Export, ...] = (
     # Lookups
     *_counters("matches_total", "Prompts looked up, also by who only asks.", of="matches"),
@@ -47,6 +54,9 @@ EXPORTS: tuple[Export, ...] = (
                not_found="miss_blocks_not_found", not_asked="miss_blocks_not_asked", pending="miss_blocks_pending",
                refused="miss_blocks_refused", no_room="miss_blocks_no_room", late="miss_blocks_late",
                unreadable="miss_blocks_unreadable", corrupt="miss_blocks_corrupt", gone="miss_blocks_gone"),
+    *_counters("missed_lookups_total", "Lookups that were not full, by what became of the first block that they lack; "
+               "see Misses.", "reason",
+               **{name: f"missed_lookups_{name}" for name in MISS_REASONS}),
     *_counters("saved_tokens_total", "Tokens found, which nobody had to compute.", of="hit_tokens"),
     *_counters("saved_bytes_total", "Bytes of KV found, which nobody had to compute.", of="hit_bytes"),
     # Stored, given up

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import BadInputError, DeniedError
-from kvstore.lease import Claim
+from kvstore.lease import NO_SESSION, Claim
 from kvstore.prefix_index.explain import End, Explanation
 from kvstore.prefix_index.hiding import Hidden
 from kvstore.server.prompts import PromptReader
@@ -226,7 +226,7 @@ class AdminHandlers:
                 kind=kind,
                 id=claim.id,
                 tenant=claim.tenant,
-                session_ids=list(claim.holders),
+                session_ids=[each for each in claim.holders if each != NO_SESSION],
                 left_s=claim.deadline_s - now_s,
                 ended=claim.ended,
                 n_blocks=n_blocks,

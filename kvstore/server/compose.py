@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 
 from kvstore.clock import Clock
 from kvstore.compression.frame import inspect, verify_frame
-from kvstore.config import DaemonConfig
-from kvstore.config.here import check_nvme_place
+from kvstore.config import PAGE_BYTES, DaemonConfig, HbmOptions, format_size
+from kvstore.config.here import check_numa_node, check_nvme_place
+from kvstore.device import open_device
+from kvstore.errors import BadInputError, ConfigError, DeviceError
+from kvstore.logs import about
 from kvstore.offload import WritePolicy
+from kvstore.plan.placement import place
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.policies import make_tier_policies
+from kvstore.promote import Promotion
 from kvstore.server.succession import Succession
+from kvstore.store.hbm import HbmSetup
 from kvstore.store.hierarchy import WriteBehind
 from kvstore.store.requests import LeaseLimits
 from kvstore.store.store import Store
 from kvstore.tiers.dram import DramTier
+from kvstore.tiers.hbm import HbmTier
 from kvstore.tiers.nvme.files import Files
 from kvstore.tiers.nvme.tier import NvmeTier
+
+GPU_PAGE_BYTES = 2 << 20
+"""What a GPU shares is whole pages of its own."""
+
+log = logging.getLogger("kvstore.server")
 
 
 def make_store(
@@ -39,10 +52,14 @@ def make_store(
             prefault=config.prefault,
             ledger=succession.keeper if succession is not None else None,
             former=succession.former if succession is not None else None,
+            numa_node=_dram_node(config),
         )
         opened.callback(dram.close)
-        policy = make_tier_policies(config.policy, config.nvme_policy, learn_aside=config.policy_clock == "system")
-        index = PrefixIndex(policy, nvme=nvme is not None, tenants=config.tenants)
+        hbm = _open_hbm(config.hbm, opened)
+        policy = make_tier_policies(
+            config.policy, config.nvme_policy, learn_aside=config.policy_clock == "system", hbm=hbm is not None
+        )
+        index = PrefixIndex(policy, nvme=nvme is not None, tenants=config.tenants, hbm=hbm is not None)
         limits = LeaseLimits(config.lease_s_default, config.lease_s_max)
         write = WriteBehind(
             WritePolicy(config.write_policy),
@@ -55,7 +72,7 @@ def make_store(
             index, dram, clock, limits, spare_bytes=spare_bytes, nvme=nvme, write=write,
             skips_generated=config.generated_tokens == "skip",
             history_blocks=config.explain_history_blocks, knows_idle=config.policy_clock == "system",
-            pins=config.pins,
+            pins=config.pins, hbm=hbm,
         )  # fmt: skip
         if succession is not None:
             store.counters.add("taken_over_blocks", succession.adopt_blocks(store))
@@ -66,6 +83,8 @@ def make_store(
 def close_store(store: Store) -> None:
     """Give back memory, files and descriptors. No job may be running: their memory would go under them."""
     store.index.policy.close()
+    if store.hbm is not None:
+        store.hbm.close()
     store.dram.close()
     if store.hierarchy is not None:
         store.hierarchy.nvme.close()
@@ -74,8 +93,45 @@ def close_store(store: Store) -> None:
 def leave_store_to_parent(store: Store) -> None:
     """In a forked child: memory and the lock of the directory don't outlive the parent's use of them here."""
     store.dram.after_fork()
+    if store.hbm is not None:
+        store.hbm.tier.after_fork()
     if store.hierarchy is not None:
         store.hierarchy.nvme.after_fork()
+
+
+def _dram_node(config: DaemonConfig) -> int | None:
+    """The NUMA node of the DRAM tier, if there is a choice."""
+    check_numa_node(config.numa_node)
+    placement = place(config.numa_node)
+    log.log(
+        logging.INFO if placement.node is not None else logging.DEBUG,
+        "NUMA node of the DRAM tier: %s (%s)", "any" if placement.node is None else placement.node, placement.reason,
+        extra=about("placement", node=placement.node, reason=placement.reason),
+    )  # fmt: skip
+    return placement.node
+
+
+def _open_hbm(options: HbmOptions, opened: ExitStack) -> HbmSetup | None:
+    """Raises ConfigError where there is no such device, or it is smaller than that."""
+    if not options.device:
+        return None
+    sizes = {"total_bytes": 2 * options.capacity_bytes} if options.device.startswith("simulated") else {}
+    try:
+        device = open_device(options.device, **sizes)
+    except (DeviceError, BadInputError) as error:
+        raise ConfigError(f"--hbm-device {options.device}: {error}", ("hbm.device",)) from error
+    opened.callback(device.close)
+    facts = device.facts
+    if options.capacity_bytes > facts.total_bytes:
+        raise ConfigError(
+            f"--hbm is {format_size(options.capacity_bytes)}; {facts.name} has {format_size(facts.total_bytes)}: lower "
+            "it, and leave most of that to the engines",
+            ("hbm.capacity_bytes",),
+        )
+    grain_bytes = GPU_PAGE_BYTES if facts.kind == "cuda" else PAGE_BYTES
+    tier = HbmTier(device, options.capacity_bytes, options.region_bytes, grain_bytes)
+    opened.callback(tier.close)
+    return HbmSetup(device, tier, Promotion(options.promote_hits))
 
 
 def _open_nvme(config: DaemonConfig, clock: Clock, files: Files | None) -> NvmeTier | None:

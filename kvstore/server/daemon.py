@@ -88,7 +88,7 @@ class Daemon:
             self._pump = JobPump(self._loop, self.store.jobs, self.store.pump)
             self._answers = Answers(self._loop, self._dispatch, self.after_request, self.monitor)
             self.sessions = Sessions(self._loop.add_reader, self._loop.remove_reader)
-            self._notices = Notices(self.store.dram, self.sessions)
+            self._notices = Notices(self.store.mapped, self.sessions)
             self._adopt_sessions()
             prompts = PromptReader(self.store, config.policy_clock == "client")
             self._handlers = Handlers(
@@ -96,7 +96,7 @@ class Daemon:
                 self._notices.ask_to_unmap, self.epoch,
             )  # fmt: skip
             self._lingering = Lingering(
-                self._loop, self.sessions, self.store.dram, self.end_session, self._handlers.memory_came_back
+                self._loop, self.sessions, self.store.mapped, self.end_session, self._handlers.memory_came_back
             )
             register_operators(self._handlers.by_method, self.store, prompts, self.sessions, self.epoch)
             self.remote = RemoteSessions(self._loop, self, self._clock, config.max_clients)

@@ -11,9 +11,14 @@ RETRY_S = 0.05
 
 
 def read_no_more(store: Store) -> None:
-    """From now on no block is read into DRAM. Before any client's right ends: none needs room any more."""
+    """From now on no block is read into DRAM, nor copied to HBM.
+
+    Before any client's right ends: none needs room any more.
+    """
     if store.hierarchy is not None:
         store.hierarchy.onboarder.close()
+    if store.hbm is not None:
+        store.hbm.promoter.stop()
 
 
 async def drain(store: Store, pump: JobPump, deadline_s: float) -> bool:

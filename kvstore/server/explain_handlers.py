@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from kvstore.errors import DeniedError
 from kvstore.prefix_index.block_table import DRAM
 from kvstore.server.explain_words import Wording
 from kvstore.server.prompts import PromptReader
@@ -33,11 +34,13 @@ class ExplainHandlers:
         by_method[Method.EXPLAIN] = self.explain
 
     def explain(self, session: Session, request: pb.ExplainRequest) -> Result:
-        return self._explain(self._prompts.read(session, request.prompt))
+        if request.other_salts and session.remote:
+            raise DeniedError("other salts can be asked for over the daemon's own socket only: run this on its machine")
+        return self._explain(self._prompts.read(session, request.prompt), other_salts=request.other_salts)
 
-    async def _explain(self, prompt: Prompt) -> Reply:
+    async def _explain(self, prompt: Prompt, *, other_salts: bool) -> Reply:
         told = self._explainer.explain(prompt)
-        await paced(self._explainer.look_around(prompt, told))
+        await paced(self._explainer.look_around(prompt, told, other_salts=other_salts))
         return Reply(self._message(prompt, told))
 
     def _message(self, prompt: Prompt, told: Explained) -> pb.ExplainReply:

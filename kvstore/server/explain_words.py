@@ -6,9 +6,9 @@ import math
 
 from kvstore.prefix_index.block_table import DRAM
 from kvstore.prefix_index.explain import Content, End
-from kvstore.prefix_index.history import Departure, Unwritten
+from kvstore.prefix_index.history import Departure, Left, Unwritten
 from kvstore.server.admin_handlers import in_words
-from kvstore.store.explaining import Explained, NearNamespace, NearRoot, Reason
+from kvstore.store.explaining import Explained, NearNamespace, NearRoot, Reason, State
 from kvstore.store.requests import Prompt
 from kvstore.store.store import Store
 from kvstore.types import RowKind
@@ -16,22 +16,22 @@ from kvstore.types import RowKind
 FIELDS_MAX = 4
 """Differing fields of a namespace that a line names."""
 
-_COUNTED = {
-    Reason.EVICTED: "evicted",
-    Reason.UNWANTED: "evicted as not wanted any more",
-    Reason.EXPIRED: "expired",
-    Reason.CORRUPT: "lost by damage",
-    Reason.CLEARED: "cleared",
-    Reason.NO_ROOM: "not stored for want of room",
-    Reason.QUOTA: "not stored for the tenant's quota",
-    Reason.TOO_LARGE: "too large to be stored",
-    Reason.TOO_LONG: "not stored, as the prompt is longer than the tier",
-    Reason.DECLINED: "declined by the policy",
-    Reason.GENERATED: "not stored as generated",
-    Reason.UNCOMMITTED: "not committed",
-    Reason.BEING_WRITTEN: "being written",
-    Reason.UNREACHABLE: "stored behind a missing one",
-    Reason.NEVER_STORED: "never stored as far as is known",
+_COUNTED: dict[Reason, str] = {
+    Left.EVICTED: "evicted",
+    Left.UNWANTED: "evicted as not wanted any more",
+    Left.EXPIRED: "expired",
+    Left.CORRUPT: "lost by damage",
+    Left.CLEARED: "cleared",
+    Left.NO_ROOM: "not stored for want of room",
+    Left.QUOTA: "not stored for the tenant's quota",
+    Left.TOO_LARGE: "too large to be stored",
+    Left.TOO_LONG: "not stored, as the prompt is longer than the tier",
+    Left.DECLINED: "declined by the policy",
+    Left.GENERATED: "not stored as generated",
+    Left.UNCOMMITTED: "not committed",
+    State.BEING_WRITTEN: "being written",
+    State.UNREACHABLE: "stored behind a missing one",
+    State.NEVER_STORED: "never stored as far as is known",
 }
 _UNWRITTEN = {
     Unwritten.QUEUE_FULL: "it had not been written to NVMe, as too much was waiting to be written",
@@ -54,10 +54,10 @@ class Wording:
     def lines(self, prompt: Prompt, told: Explained) -> list[str]:
         """What is so, the most important first; never empty."""
         lines = [_hit(prompt, told)]
-        if told.reason is Reason.STORED:
+        if told.reason is State.STORED:
             return lines
         lines.append(f"{_which(prompt, told)} {self._what(told)}")
-        if told.reason is Reason.NEVER_STORED and not told.groups:
+        if told.reason is State.NEVER_STORED and not told.groups:
             lines += self._nearest(prompt, told)
         if sum(told.missing.values()) > 1:
             lines.append(_counts(prompt, told))
@@ -65,56 +65,56 @@ class Wording:
 
     def advice(self, told: Explained) -> list[str]:
         """What an operator can do about it; empty if there is nothing to be done."""
-        if told.reason is Reason.NEVER_STORED:
+        if told.reason is State.NEVER_STORED:
             return _advice_for_unknown(told)
         left = told.departure
-        if told.reason is Reason.STORED:
+        if told.reason is State.STORED:
             return ["ask with a wait, or prefetch: blocks on NVMe are read into DRAM then"] if told.n_on_nvme else []
-        if told.reason is Reason.EVICTED and left is not None and left.unwritten is Unwritten.QUEUE_FULL:
+        if told.reason is Left.EVICTED and left is not None and left.unwritten is Unwritten.QUEUE_FULL:
             return ["the disk does not keep up: raise --write-behind, or write less with --write-policy selective"]
-        if told.reason is Reason.EVICTED and left is not None and left.unwritten is Unwritten.SUSPENDED:
+        if told.reason is Left.EVICTED and left is not None and left.unwritten is Unwritten.SUSPENDED:
             return ["look at the NVMe tier's health: kvstore status"]
         return {
-            Reason.EVICTED: [
+            Left.EVICTED: [
                 "the tiers are small for how late prompts come back: `kvstore plan` says what more DRAM or NVMe gives"
             ],
-            Reason.UNWANTED: ["leave out no_reuse, and the end of the session, where prompts do come back"],
-            Reason.EXPIRED: ["give a longer ttl_s, or none"],
-            Reason.CORRUPT: ["check the disk: `kvstore verify`, and the daemon's log"],
-            Reason.NO_ROOM: ["see who holds blocks for long (`kvstore inspect claims`), or give the daemon more DRAM"],
-            Reason.QUOTA: [
+            Left.UNWANTED: ["leave out no_reuse, and the end of the session, where prompts do come back"],
+            Left.EXPIRED: ["give a longer ttl_s, or none"],
+            Left.CORRUPT: ["check the disk: `kvstore verify`, and the daemon's log"],
+            Left.NO_ROOM: ["see who holds blocks for long (`kvstore inspect claims`), or give the daemon more DRAM"],
+            Left.QUOTA: [
                 "give the tenant more with --tenant-dram-max, or see what it has in use: `kvstore inspect claims`"
             ],
-            Reason.TOO_LARGE: ["give the daemon more DRAM (--dram), or open the namespace with fewer block_tokens"],
-            Reason.TOO_LONG: ["give the daemon more DRAM (--dram): a put can't be longer than that tier"],
-            Reason.DECLINED: [
+            Left.TOO_LARGE: ["give the daemon more DRAM (--dram), or open the namespace with fewer block_tokens"],
+            Left.TOO_LONG: ["give the daemon more DRAM (--dram): a put can't be longer than that tier"],
+            Left.DECLINED: [
                 "nothing, if such prompts do not come back; if they do, it learns so, and --policy lru stores them all"
             ],
-            Reason.GENERATED: ["to keep those blocks: store='all', and --generated-tokens store"],
-            Reason.UNCOMMITTED: ["see the client's log: it ended, or was slower than its reservation allowed (ttl_s)"],
-            Reason.BEING_WRITTEN: ["ask again in a moment"],
+            Left.GENERATED: ["to keep those blocks: store='all', and --generated-tokens store"],
+            Left.UNCOMMITTED: ["see the client's log: it ended, or was slower than its reservation allowed (ttl_s)"],
+            State.BEING_WRITTEN: ["ask again in a moment"],
         }.get(told.reason, [])
 
     def _what(self, told: Explained) -> str:
         """What became of the block."""
         left = told.departure
         ago = f" {span(left.ago_s)} ago" if left is not None else ""
-        if told.reason in (Reason.EVICTED, Reason.UNWANTED) and left is not None:
+        if told.reason in (Left.EVICTED, Left.UNWANTED) and left is not None:
             return self._evicted(told, left)
-        if told.reason is Reason.EXPIRED:
+        if told.reason is Left.EXPIRED:
             return f"went{ago}, as its time was over (ttl_s)" if ago else "is there, but its time is over (ttl_s)"
-        if told.reason is Reason.CORRUPT:
+        if told.reason is Left.CORRUPT:
             return f"was lost{ago}: its frame on NVMe was damaged, or could not be read"
         return {
-            Reason.CLEARED: f"was cleared{ago} with its namespace",
-            Reason.NO_ROOM: f"was not stored{ago}: the DRAM tier was full of blocks in use",
-            Reason.QUOTA: f"was not stored{ago}: its tenant's quota of DRAM (--tenant-dram-max) had no room for it",
-            Reason.TOO_LARGE: f"was not stored{ago}: one block of this namespace is larger than the DRAM tier",
-            Reason.TOO_LONG: f"was not stored{ago}: the DRAM tier has not room for so many blocks at once",
-            Reason.DECLINED: f"was not stored{ago}: {self._policy(DRAM)} took it for worth less than what is stored",
-            Reason.GENERATED: f"was not stored{ago}: it holds generated tokens, which were not to be stored",
-            Reason.UNCOMMITTED: f"was reserved by a client, whose right ended{ago} before it was committed",
-            Reason.BEING_WRITTEN: "is just being written by a client",
+            Left.CLEARED: f"was cleared{ago} with its namespace",
+            Left.NO_ROOM: f"was not stored{ago}: the DRAM tier was full of blocks in use",
+            Left.QUOTA: f"was not stored{ago}: its tenant's quota of DRAM (--tenant-dram-max) had no room for it",
+            Left.TOO_LARGE: f"was not stored{ago}: one block of this namespace is larger than the DRAM tier",
+            Left.TOO_LONG: f"was not stored{ago}: the DRAM tier has not room for so many blocks at once",
+            Left.DECLINED: f"was not stored{ago}: {self._policy(DRAM)} took it for worth less than what is stored",
+            Left.GENERATED: f"was not stored{ago}: it holds generated tokens, which were not to be stored",
+            Left.UNCOMMITTED: f"was reserved by a client, whose right ended{ago} before it was committed",
+            State.BEING_WRITTEN: "is just being written by a client",
         }.get(told.reason, f"was never stored, {self._as_far_as(told)}")
 
     def _evicted(self, told: Explained, left: Departure) -> str:
@@ -122,7 +122,7 @@ class Wording:
         policy = self._policy(left.tier)
         unused = "" if math.isnan(left.idle_s) else f", {span(left.idle_s)} after its last use"
         text = f"was evicted from {tier} by {policy} {span(left.ago_s)} ago{unused}"
-        if told.reason is Reason.UNWANTED:
+        if told.reason is Left.UNWANTED:
             text += "; a request had said that it would not be used again"
         if left.unwritten is not None:
             return f"{text}; {_UNWRITTEN[left.unwritten]}"

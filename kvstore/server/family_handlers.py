@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from kvstore.errors import EndedError
+from kvstore.lease import NO_SESSION
 from kvstore.onboard import Load
 from kvstore.persist import Persist
 from kvstore.server.loads import Waiting
@@ -106,7 +107,7 @@ class FamilyHandlers:
 
     def pin(self, session: Session, request: pb.PinRequest) -> Result:
         prompt = self._prompts.read_family(session, request.prompt)
-        pin = self._store.family_pin(session.id, prompt, request.ttl_s)
+        pin = self._store.family_pin(NO_SESSION if request.keep else session.id, prompt, request.ttl_s)
         n_blocks = len(pin.ids) // len(prompt.shards)
         return Reply(pb.PinReply(pin_id=pin.id, n_blocks=n_blocks, ttl_s=life_s(self._store, pin.deadline_s)))
 

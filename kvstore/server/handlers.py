@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import BadInputError
-from kvstore.lease import Reservation
+from kvstore.lease import NO_SESSION, Reservation
 from kvstore.metrics import LATENCY_BOUNDS_S, Distribution
 from kvstore.onboard import Load
 from kvstore.persist import Persist
 from kvstore.prefix_index.block_table import DRAM, Ids
 from kvstore.room import PendingReclaim
 from kvstore.server.family_handlers import FamilyHandlers
+from kvstore.server.hbm_handlers import HbmHandlers
 from kvstore.server.hint_handlers import HintHandlers
 from kvstore.server.loads import Waiting
 from kvstore.server.overlap_handlers import OverlapHandlers
@@ -88,6 +89,7 @@ class Handlers:
         self.by_method[Method.END_SESSION] = HintHandlers(store, self._prompts).end_session
         self.by_method[Method.OVERLAP] = OverlapHandlers(store, self._prompts).overlap
         FamilyHandlers(store, self._prompts, self._waiting).register(self.by_method)
+        HbmHandlers(store).register(self.by_method)
 
     def open_namespace(self, session: Session, request: pb.OpenNamespaceRequest) -> Result:
         try:
@@ -125,14 +127,17 @@ class Handlers:
             self._store.note_copy(
                 prompt.namespace, request.copied_bytes, request.copied_s, after_read=request.copied_after_read
             )
-        begin = partial(self._store.begin_load, prompt, request.first_block, request.max_blocks)
+        begin = partial(
+            self._store.begin_load, prompt, request.first_block, request.max_blocks,
+            reads_hbm=_reads_hbm(session, request),
+        )  # fmt: skip
         answer = partial(self._lease, session, prompt, request)
         return self._waiting.loaded(session, begin, request.wait_s, answer)
 
     def _lease(self, session: Session, prompt: Prompt, request: pb.LeaseRequest, load: Load | None) -> Reply:
         lease = self._store.lease(
             session.id, prompt, request.first_block, request.max_blocks, request.ttl_s, load,
-            glance=request.glance and not session.remote,
+            glance=request.glance and not session.remote, reads_hbm=_reads_hbm(session, request),
         )  # fmt: skip
         reply = lease_reply(self._store, lease)
         if load is not None:
@@ -263,7 +268,7 @@ class Handlers:
 
     def regions_unmapped(self, session: Session, request: pb.RegionsUnmappedRequest) -> Result:
         for region_id in _bounded(request.region_ids):
-            self._store.dram.remove_mapper(region_id, session.id)
+            self._store.mapped.remove_mapper(region_id, session.id)
         if request.settled_epoch == self._epoch:
             self._store.dram.settle(session.id)
         self.memory_came_back()
@@ -276,12 +281,13 @@ class Handlers:
             self._store.hierarchy.onboarder.pump()
 
     def pin(self, session: Session, request: pb.PinRequest) -> Result:
-        pin = self._store.pin(session.id, self._prompts.read(session, request.prompt), request.ttl_s)
+        holder = NO_SESSION if request.keep else session.id
+        pin = self._store.pin(holder, self._prompts.read(session, request.prompt), request.ttl_s)
         n_blocks = len(pin.ids) if pin.n_blocks is None else pin.n_blocks
         return Reply(pb.PinReply(pin_id=pin.id, n_blocks=n_blocks, ttl_s=life_s(self._store, pin.deadline_s)))
 
     def unpin(self, session: Session, request: pb.UnpinRequest) -> Result:
-        return Reply(pb.UnpinReply(found=self._store.unpin(session.id, request.pin_id)))
+        return Reply(pb.UnpinReply(found=self._store.unpin(session.id, request.pin_id, session.tenant)))
 
     def stats(self, session: Session, request: pb.StatsRequest) -> Result:  # noqa: ARG002 - every handler has this shape
         numbers, texts = self._stats()
@@ -300,6 +306,10 @@ class Handlers:
             return self._store.hybrid_in_dram(prompt, max_blocks)
         here = self._store.index.resident(ids, DRAM)
         return len(here) if here.all() else int(here.argmin())
+
+
+def _reads_hbm(session: Session, request: pb.LeaseRequest) -> bool:
+    return request.hbm and not request.glance and not session.remote
 
 
 def _bounded(region_ids: Sequence[int]) -> Sequence[int]:

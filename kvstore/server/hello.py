@@ -48,4 +48,5 @@ def hello_reply(
         server_version=__version__,
         generations_bytes=0 if session.remote else store.dram.generations_bytes,
         can_wait=store.hierarchy is not None,
+        hbm_uuid=store.hbm.device.facts.uuid if store.hbm is not None and not session.remote else "",
     )

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from kvstore.jobs import Job, Jobs, Lane
 from kvstore.logs import about
 
-THREADS: Mapping[Lane, int] = {Lane.READ: 4, Lane.WRITE: 3, Lane.CATALOG: 1}
+THREADS: Mapping[Lane, int] = {Lane.READ: 4, Lane.WRITE: 3, Lane.CATALOG: 1, Lane.DEVICE: 1}
 
 log = logging.getLogger("kvstore.server")
 

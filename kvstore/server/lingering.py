@@ -19,7 +19,7 @@ from collections.abc import Callable
 from kvstore.logs import about
 from kvstore.server.mapped_files import mapped_inodes
 from kvstore.server.session import Session, Sessions
-from kvstore.tiers.dram import DramTier
+from kvstore.store.mapped import Mapped
 
 LOOK_S = 2.0
 
@@ -35,13 +35,13 @@ class Lingering:
         self,
         loop: asyncio.AbstractEventLoop,
         sessions: Sessions,
-        dram: DramTier,
+        mapped: Mapped,
         end_session: Callable[[Session], None],
         memory_came_back: Callable[[], None],
     ) -> None:
         self._loop = loop
         self._sessions = sessions
-        self._dram = dram
+        self._mapped = mapped
         self._end_session = end_session
         self._memory_came_back = memory_came_back
         self._look_at_s = 0.0
@@ -82,7 +82,7 @@ class Lingering:
                 self._let_go(session, inodes)
 
     def _let_go(self, session: Session, inodes: frozenset[int]) -> None:
-        mapped = self._dram.mapped_by(session.id)
+        mapped = self._mapped.mapped_by(session.id)
         gone = [region_id for region_id, inode in mapped.items() if inode and inode not in inodes]
         if len(gone) == len(mapped):
             log.info(
@@ -93,7 +93,7 @@ class Lingering:
             self._end_session(session)
         elif gone:
             for region_id in gone:
-                self._dram.remove_mapper(region_id, session.id)
+                self._mapped.remove_mapper(region_id, session.id)
             self._memory_came_back()
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvstore.server.session import Sessions
-from kvstore.tiers.dram import DramTier
+from kvstore.store.mapped import Mapped
 from kvstore.wire import kvstore_pb2 as pb
 
 
 class Notices:
     """To the sessions of a daemon, as far as they have a connection for events. No call blocks."""
 
-    def __init__(self, dram: DramTier, sessions: Sessions) -> None:
-        self._dram = dram
+    def __init__(self, mapped: Mapped, sessions: Sessions) -> None:
+        self._mapped = mapped
         self._sessions = sessions
         self._asked_to_unmap: dict[int, set[int]] = {}
 
@@ -24,7 +24,7 @@ class Notices:
 
     def ask_to_unmap(self) -> None:
         """Ask for regions that are to go, once for each client that has one mapped."""
-        for session_id, region_ids in self._dram.pending_unmaps().items():
+        for session_id, region_ids in self._mapped.pending_unmaps().items():
             asked = self._asked_to_unmap.setdefault(session_id, set())
             fresh = [region_id for region_id in region_ids if region_id not in asked]
             if fresh and self._send(session_id, pb.Event(retired_regions=fresh)):

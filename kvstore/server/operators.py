@@ -8,6 +8,7 @@ from typing import Any
 from kvstore.server.admin_handlers import AdminHandlers
 from kvstore.server.explain_handlers import ExplainHandlers
 from kvstore.server.prompts import PromptReader
+from kvstore.server.record_handlers import RecordHandlers
 from kvstore.server.replies import Result
 from kvstore.server.scrub_handlers import ScrubHandlers
 from kvstore.server.session import Session, Sessions
@@ -26,3 +27,4 @@ def register_operators(
     ScrubHandlers(store).register(by_method)
     ExplainHandlers(store, prompts).register(by_method)
     TenantHandlers(store).register(by_method)
+    RecordHandlers(store, epoch).register(by_method)

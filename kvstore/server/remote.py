@@ -198,7 +198,7 @@ class RemoteSessions:
         elif isinstance(reply, pb.ReserveReply) and reply.reservation_id:
             self.end_claim(remote.session, False, reply.reservation_id)
         elif isinstance(reply, pb.PinReply) and reply.pin_id:
-            self._host.store.unpin(remote.session.id, reply.pin_id)
+            self._host.store.unpin(remote.session.id, reply.pin_id, remote.session.tenant)
 
     # Bulk --------------------------------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from kvstore.lease import Lease, Reservation
 from kvstore.store.store import Store
 from kvstore.tiers.dram import DramTier
+from kvstore.tiers.hbm import HbmTier
 from kvstore.wire import kvstore_pb2 as pb
-from kvstore.wire.packing import I64, U64, pack
+from kvstore.wire.packing import I64, U32, U64, pack
 
 
 class Reply(NamedTuple):
@@ -46,6 +47,8 @@ def lease_reply(store: Store, lease: Lease) -> pb.LeaseReply:
         reply.first_block = lease.first_block
         if not lease.shards:
             slots = store.index.slots(lease.ids)
+            if lease.hbm_slots is not None and store.hbm is not None:
+                _fill_hbm(reply.hbm, store.hbm.tier, lease.hbm_slots)
             _fill(reply.slots, store.dram, slots[: lease.n_held])
             at = lease.n_held
             for part in lease.parts:
@@ -82,8 +85,15 @@ def no_persist(store: Store, n_blocks: int) -> pb.PersistReply:
     return pb.PersistReply(n_blocks=n_blocks, reason=no_tier or "nothing of the prompt is stored")
 
 
-def _fill(message: pb.Slots, dram: DramTier, slots: NDArray[np.int64]) -> None:
-    described = dram.describe(slots)
+def _fill_hbm(message: pb.HbmSlots, tier: HbmTier, slots: NDArray[np.int64]) -> None:
+    at = np.flatnonzero(slots >= 0)
+    message.at = pack(at, U32)
+    _fill(message.slots, tier, slots[at])
+
+
+def _fill(message: pb.Slots, tier: DramTier | HbmTier, slots: NDArray[np.int64]) -> None:
+    here = slots >= 0
+    described = tier.describe(slots if here.all() else slots[here])
     message.ids = pack(slots, I64)
     message.generations = pack(described.generations, U64)
     for region_id, slot_bytes, base in zip(

@@ -1,8 +1,8 @@
 """Why a prompt is no hit as far as it is none: what became of the first block that is missing, and what comes near it.
 
 Everything here is of one tenant. Another's tokens, namespaces or blocks are never looked at: block keys and roots have
-the tenant in them, and namespaces are those of the prompt's tenant. Of roots with another salt it is said how much of
-the prompt they have, and not what the salt is: salts keep users of one tenant apart.
+the tenant in them, and namespaces are those of the prompt's tenant. Salts keep users of one tenant apart: of roots with
+another one than the prompt's only operators are told, and they how much of the prompt is there, not the salt.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from kvstore.prefix_index.block_table import DRAM
 from kvstore.prefix_index.explain import Explanation
-from kvstore.prefix_index.history import Departure
+from kvstore.prefix_index.history import Departure, Left
 from kvstore.prefix_index.keys import part_key
 from kvstore.prefix_index.rows import RowPath
 from kvstore.store.admin import Administration, Holdings, KnownNamespace, NamespaceFilter
+from kvstore.store.being_written import written_end
 from kvstore.store.requests import Prompt
 from kvstore.store.store import Store
 from kvstore.types import Namespace, Root, RowKind
@@ -31,29 +32,21 @@ NEAR_MAX = 3
 """Namespaces, and roots, that are told."""
 
 
-class Reason(StrEnum):
-    """Why a block can't be used: in what state it is, or how it left (see ``Left``).
+class State(StrEnum):
+    """In what state a block is that did not leave, as far as is known.
 
-    STORED: it can. BEING_WRITTEN: a client has reserved it and not committed it yet. UNREACHABLE: it is stored behind
-    one that is missing. NEVER_STORED: nothing is known of it.
+    STORED: it can be used. BEING_WRITTEN: a client has reserved it and not committed it yet. UNREACHABLE: it is stored
+    behind one that is missing. NEVER_STORED: nothing is known of it.
     """
 
     STORED = "stored"
     BEING_WRITTEN = "being_written"
-    EVICTED = "evicted"
-    UNWANTED = "unwanted"
-    EXPIRED = "expired"
-    CORRUPT = "corrupt"
-    CLEARED = "cleared"
-    NO_ROOM = "no_room"
-    QUOTA = "quota"
-    TOO_LARGE = "too_large"
-    TOO_LONG = "too_long"
-    DECLINED = "declined"
-    GENERATED = "generated"
-    UNCOMMITTED = "uncommitted"
     UNREACHABLE = "unreachable"
     NEVER_STORED = "never_stored"
+
+
+Reason = State | Left
+"""Why a block can't be used: in what state it is, or how it left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +110,7 @@ class Explainer:
         told = Explained(
             found, len(hit.ids), hit.partial_tokens,
             min(n_in_dram, store.hybrid_in_dram(prompt)) if prompt.namespace.parts else n_in_dram,
-            int(np.count_nonzero(~in_dram)), len(hit.ids), Reason.STORED,
+            int(np.count_nonzero(~in_dram)), len(hit.ids), State.STORED,
         )  # fmt: skip
         cleared = store.last_clears.get(prompt.namespace.ordinal)
         if cleared is not None:
@@ -128,11 +121,15 @@ class Explainer:
             self._account(prompt, told)
         return told
 
-    def look_around(self, prompt: Prompt, told: Explained) -> Iterator[None]:
-        """Add what comes near where nothing of the prompt can be used; each step is short."""
-        if told.n_hit or told.partial_tokens or told.reason is Reason.STORED:
+    def look_around(self, prompt: Prompt, told: Explained, *, other_salts: bool = False) -> Iterator[None]:
+        """Add what comes near where nothing of the prompt can be used; each step is short.
+
+        ``other_salts``: roots with another salt than the prompt's, too. That is for operators: whoever asks learns what
+        other users of the tenant have asked.
+        """
+        if told.n_hit or told.partial_tokens or told.reason is State.STORED:
             return
-        yield from self._look_at_roots(prompt, told)
+        yield from self._look_at_roots(prompt, told, other_salts=other_salts)
         yield from self._look_at_namespaces(prompt, told)
 
     # Blocks --------------------------------------------------------------------------------------
@@ -145,16 +142,16 @@ class Explainer:
         departures = index.history.of(path.chain(parent_key, first, end))
         known = told.found.known[first:end].astype(np.intp)
         has_copy, is_over = index.table.residency[known] != 0, self._is_over(known)
-        written_end = self._written_end(prompt, first)
+        being_written_end = written_end(self._store.reservations, prompt, first)
         for i, departure in enumerate(departures):
-            reason = Reason.CORRUPT if i < len(known) else Reason.NEVER_STORED
+            reason: Reason = Left.CORRUPT if i < len(known) else State.NEVER_STORED
             how = None
             if i < len(known) and has_copy[i]:
-                reason = Reason.EXPIRED if is_over[i] else Reason.UNREACHABLE
-            elif first + i < written_end:
-                reason = Reason.BEING_WRITTEN
+                reason = Left.EXPIRED if is_over[i] else State.UNREACHABLE
+            elif first + i < being_written_end:
+                reason = State.BEING_WRITTEN
             elif departure is not None:
-                reason, how = Reason(departure.left), departure
+                reason, how = departure.left, departure
             told.missing[reason] += 1
             if i == 0:
                 told.reason, told.departure = reason, how
@@ -164,18 +161,6 @@ class Explainer:
         if not hints.has_ttl:
             return np.zeros(len(known), np.bool_)
         return hints.is_over(known, self._store.clock.now_s())
-
-    def _written_end(self, prompt: Prompt, row: int, part: int = 0) -> int:
-        """Up to which row of the prompt somebody is writing, if ``row`` is being written; else 0."""
-        end = 0
-        for each in self._store.reservations:
-            if each.root_key != prompt.root_key or each.part != part or each.ended:
-                continue
-            first_row = each.first_block + each.n_present
-            each_end = first_row + (len(each.slots) or each.n_wanted)
-            if first_row <= row < each_end and _are_same(each.path, prompt.path, row + 1):
-                end = max(end, each_end)
-        return end
 
     def _lacks_parts(self, prompt: Prompt, told: Explained) -> bool:
         """Whether it is parts of blocks that end the hit; says which are missing."""
@@ -194,9 +179,9 @@ class Explainer:
                 key = part_key(index.table.key[path[told.block]].tobytes(), rule.number)
                 (departure,) = index.history.of(np.frombuffer(key, np.uint8).reshape(1, -1))
                 told.departure = departure
-                told.reason = Reason.NEVER_STORED if departure is None else Reason(departure.left)
-                if self._written_end(prompt, told.block, rule.number):
-                    told.departure, told.reason = None, Reason.BEING_WRITTEN
+                told.reason = State.NEVER_STORED if departure is None else departure.left
+                if written_end(self._store.reservations, prompt, told.block, rule.number):
+                    told.departure, told.reason = None, State.BEING_WRITTEN
                 told.missing[told.reason] = int(np.count_nonzero(~there))
             lacking += part.groups
         told.groups = tuple(lacking)
@@ -204,10 +189,12 @@ class Explainer:
 
     # What comes near -----------------------------------------------------------------------------
 
-    def _look_at_roots(self, prompt: Prompt, told: Explained) -> Iterator[None]:
-        """Other salts and LoRA identities of the namespace, as far as somebody has asked with them lately."""
+    def _look_at_roots(self, prompt: Prompt, told: Explained, *, other_salts: bool) -> Iterator[None]:
+        """Other LoRA identities, and salts, of the namespace, as far as somebody has asked with them lately."""
         near: list[NearRoot] = []
         for (salt, lora), root_key in prompt.namespace.roots.items():
+            if salt != prompt.root[0] and not other_salts:
+                continue
             n_matching = len(self._store.index.match(root_key, prompt.path).ids)
             if n_matching:
                 near.append(NearRoot(salt != prompt.root[0], lora != prompt.root[1], lora, n_matching))
@@ -246,15 +233,6 @@ class Explainer:
             path = RowPath.from_tokens(path.data, space.spec.block_tokens)
         root_key = Root(*prompt.root).key(opened.stored[0].digest)
         return len(self._store.index.match(root_key, path).ids)
-
-
-def _are_same(one: RowPath, other: RowPath, n_rows: int) -> bool:
-    """Whether two paths have the same first rows, ``n_rows`` of them."""
-    if one.has_extras or other.has_extras:
-        return all(one.child_key(row) == other.child_key(row) for row in range(n_rows))
-    n_bytes = n_rows * one.row_bytes
-    mine, others = (np.frombuffer(path.data[:n_bytes], np.uint8) for path in (one, other))
-    return np.array_equal(mine, others)
 
 
 def _may_be_meant(mine: Namespace, other: Namespace) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvstore.lease import ClaimTable, Lease, Pin, Reservation
 from kvstore.metrics import Counters
 from kvstore.prefix_index.index import PrefixIndex
+from kvstore.store.hbm import Hbm
 from kvstore.store.hierarchy import Hierarchy
 from kvstore.tiers.dram import DramTier
 
@@ -14,6 +15,7 @@ def store_stats(
     index: PrefixIndex,
     dram: DramTier,
     hierarchy: Hierarchy | None,
+    hbm: Hbm | None,
     leases: ClaimTable[Lease],
     reservations: ClaimTable[Reservation],
     pins: ClaimTable[Pin],
@@ -26,10 +28,11 @@ def store_stats(
             texts[f"dram_{name}"] = value
         else:
             numbers[f"dram_{name}"] = float(value)
-    if hierarchy is not None:
-        more_numbers, more_texts = hierarchy.stats()
-        numbers |= more_numbers
-        texts |= more_texts
+    for part in (hierarchy, hbm):
+        if part is not None:
+            more_numbers, more_texts = part.stats()
+            numbers |= more_numbers
+            texts |= more_texts
     numbers["block_parts"] = index.n_parts
     numbers["blocks"] = index.n_blocks - index.n_hidden_blocks - index.n_parts
     numbers["hidden_blocks"] = index.n_hidden_blocks

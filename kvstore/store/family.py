@@ -52,6 +52,8 @@ class FamilyReach(NamedTuple):
     ids: NDArray[np.intp]
     n_blocks: int
     partial_tokens: int
+    shortest: int
+    """Which shard has the least."""
 
 
 class Families(Reading):
@@ -118,13 +120,15 @@ class Families(Reading):
             wanted, partial_tokens, n_blocks = wanted[:, :n_there], 0, first_block + n_there
         n_tokens = n_blocks * prompt.block_tokens + partial_tokens
         n_nvme = int(np.isin(wanted, load.read_ids).any(axis=0).sum()) if load is not None else 0
-        Outcome(
+        outcome = Outcome(
             prompt.shards[0].path.n_rows, n_blocks, n_tokens, n_nvme,
             sum(shard.namespace.token_bytes for shard in prompt.shards),
             n_pending, load.why() if load is not None else GONE, max_blocks,
-        ).count(self.counters)  # fmt: skip
-        for shard in prompt.shards:
-            shard.namespace.looked_up(shard.path.n_rows, n_blocks, self.clock.now_s())
+        )  # fmt: skip
+        whole = reach.ids[:, : reach.n_blocks]
+        self._ended(prompt.shards[reach.shortest], whole[reach.shortest], outcome)
+        for shard, ids in zip(prompt.shards, whole, strict=True):
+            self._looked_up(session_id, shard, ids, outcome)
         first = prompt.shards[0]
         use = first.use()
         self.index.touch(reach.ids.T.reshape(-1), use)
@@ -157,8 +161,10 @@ class Families(Reading):
         self.kinship.know([shard.namespace for shard in prompt.shards])
         reaches = [self._reach(shard, 0, max_blocks) for shard in prompt.shards]
         block_tokens = prompt.block_tokens
-        n_tokens = min(reach.n_blocks * block_tokens + reach.partial_tokens for reach in reaches)
+        n_tokens_each = [reach.n_blocks * block_tokens + reach.partial_tokens for reach in reaches]
+        n_tokens = min(n_tokens_each)
         n_blocks, partial_tokens = divmod(n_tokens, block_tokens)
         # Where one shard ends inside a block, that block is the partly matching one of the others too.
         n = n_blocks + (partial_tokens > 0)
-        return FamilyReach(np.stack([reach.ids[:n] for reach in reaches]), n_blocks, partial_tokens)
+        ids = np.stack([reach.ids[:n] for reach in reaches])
+        return FamilyReach(ids, n_blocks, partial_tokens, n_tokens_each.index(n_tokens))

@@ -36,6 +36,8 @@ class HybridReach(NamedTuple):
     partial_tokens: int
     held: NDArray[np.intp]
     spans: tuple[Span, ...]
+    stored: NDArray[np.intp]
+    """The whole blocks that are stored, whatever of them is."""
 
     @property
     def ids(self) -> NDArray[np.intp]:
@@ -102,11 +104,12 @@ class Hybrids(StoreParts):
         n_blocks, tenant = len(held.path), prompt.namespace.namespace.tenant
         n_tokens = n_blocks * prompt.path.block_tokens + held.partial_tokens
         n_nvme = int(np.isin(held.held, load.read_ids).sum()) if load is not None else 0
-        Outcome(
+        outcome = Outcome(
             prompt.path.n_rows, n_blocks, n_tokens, n_nvme, prompt.namespace.token_bytes,
             n_pending, load.why() if load is not None else GONE, max_blocks,
-        ).count(self.counters)  # fmt: skip
-        prompt.namespace.looked_up(prompt.path.n_rows, n_blocks, self.clock.now_s())
+        )  # fmt: skip
+        self._ended(prompt, found.stored, outcome)
+        self._looked_up(session_id, prompt, found.stored, outcome)
         use = prompt.use()
         self._touch(found, prompt, use)
         ids = held.ids
@@ -194,7 +197,7 @@ class Hybrids(StoreParts):
         """The longest hit; with a tier, one of which everything from ``first_block`` on is there."""
         found = self._found(prompt)
         rules, parts = prompt.namespace.rules, self.index.parts
-        path = found.ids.astype(np.intp)
+        path = stored = found.ids.astype(np.intp)
         partial_id, partial_tokens = found.partial_id, found.partial_tokens
         if max_blocks and len(path) >= max_blocks:
             path, partial_id = path[:max_blocks], -1
@@ -212,7 +215,7 @@ class Hybrids(StoreParts):
             ]
         elif n <= first_block:
             spans = []
-        return HybridReach(path, partial_id, partial_tokens, held, tuple(spans))
+        return HybridReach(path, partial_id, partial_tokens, held, tuple(spans), stored)
 
     def _touch(self, reach: HybridReach, prompt: Prompt, use: Use) -> None:
         """An access. Parts before blocks: under LRU, of one path, they go first, as they have to."""

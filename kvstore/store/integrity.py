@@ -9,11 +9,13 @@ from numpy.typing import NDArray
 
 from kvstore.errors import IntegrityError
 from kvstore.lease import Lease, Pin, Reservation
-from kvstore.prefix_index.block_table import DRAM, NVME
+from kvstore.prefix_index.block_table import DRAM, HBM, NVME
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.room import PendingReclaim
+from kvstore.store.hbm import Hbm
 from kvstore.store.hierarchy import Hierarchy
 from kvstore.tiers.dram import DramTier, SlotState
+from kvstore.tiers.hbm import HbmTier
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import SLOT_BITS
 
@@ -24,6 +26,7 @@ def check_agreement(
     index: PrefixIndex,
     dram: DramTier,
     hierarchy: Hierarchy | None,
+    hbm: Hbm | None,
     pinning: Iterable[Lease | Pin],
     reservations: Iterable[Reservation],
     moving: PendingReclaim | None,
@@ -41,7 +44,11 @@ def check_agreement(
         promised += hierarchy.onboarder.reserved_slots()
         pins += hierarchy.onboarder.pinned() + hierarchy.offloader.pinned()
         _check_nvme(index, hierarchy.nvme, blocks)
-    _check_dram(index, dram, blocks, promised, held_back)
+    _check_slots(index, DRAM, dram, blocks, promised, held_back)
+    if hbm is not None:
+        pins += hbm.promoter.pinned()
+        hbm.tier.check()
+        _check_slots(index, HBM, hbm.tier, blocks, hbm.promoter.reserved_slots(), [hbm.above.held_slots()])
     refs = np.zeros(len(index.table.refs), np.int32)
     for ids in pins:
         np.add.at(refs, ids, 1)
@@ -51,24 +58,29 @@ def check_agreement(
         raise IntegrityError(f"block {block} is pinned {index.table.refs[block]} times, {refs[block]} times known")
 
 
-def _check_dram(
-    index: PrefixIndex, dram: DramTier, blocks: NDArray[np.uint32], promised: list[Int64s], held_back: list[Int64s]
+def _check_slots(
+    index: PrefixIndex,
+    number: int,
+    tier: DramTier | HbmTier,
+    blocks: NDArray[np.uint32],
+    promised: list[Int64s],
+    held_back: list[Int64s],
 ) -> None:
-    there = blocks[index.resident(blocks, DRAM)]
-    slots = index.slots(there)
-    _require(dram, slots, SlotState.LIVE, "a stored block")
-    wrong = dram.tags(slots) != there
+    there = blocks[index.resident(blocks, number)]
+    slots = index.slots(there) if number == DRAM else index.table.hbm_slot[there]
+    _require(tier, slots, SlotState.LIVE, "a stored block")
+    wrong = tier.tags(slots) != there
     if wrong.any():
         raise IntegrityError(f"the slot of block {there[wrong][0]} bears the tag of another")
-    facts = dram.stats()
+    facts = tier.stats()
     for name, held, state in (
         ("used_bytes", [slots], SlotState.LIVE),
         ("reserved_bytes", promised, SlotState.RESERVED),
         ("quarantined_bytes", held_back, SlotState.QUARANTINED),
     ):
         together = np.concatenate([*held, np.empty(0, np.int64)])
-        _require(dram, together, state, "a claim")
-        size_bytes = _bytes_of(dram, together)
+        _require(tier, together, state, "a claim")
+        size_bytes = _bytes_of(tier, together)
         if size_bytes != facts[name]:
             raise IntegrityError(f"{name} is {facts[name]}, but known blocks and claims have {size_bytes}")
 
@@ -85,16 +97,16 @@ def _check_nvme(index: PrefixIndex, nvme: NvmeTier, blocks: NDArray[np.uint32]) 
         raise IntegrityError(f"the frame of block {there[wrong][0]} on NVMe has the key of another")
 
 
-def _require(dram: DramTier, slots: Int64s, state: SlotState, whose: str) -> None:
-    wrong = dram.states(slots) != state
+def _require(tier: DramTier | HbmTier, slots: Int64s, state: SlotState, whose: str) -> None:
+    wrong = tier.states(slots) != state
     if wrong.any():
         raise IntegrityError(f"slot {slots[wrong][0]} of {whose} is not {state.name.lower()}")
 
 
-def _bytes_of(dram: DramTier, slots: Int64s) -> int:
+def _bytes_of(tier: DramTier | HbmTier, slots: Int64s) -> int:
     region_ids, counts = np.unique(slots >> SLOT_BITS, return_counts=True)
     return sum(
-        dram.region(region_id).slot_bytes * n for region_id, n in zip(region_ids.tolist(), counts.tolist(), strict=True)
+        tier.region(region_id).slot_bytes * n for region_id, n in zip(region_ids.tolist(), counts.tolist(), strict=True)
     )
 
 

@@ -17,7 +17,7 @@ MISSES = {why: f"miss_blocks_{why}" for why in (NOT_FOUND, NOT_ASKED, *MISSED_BY
 class Outcome:
     """A prompt of ``n_rows`` blocks, of which ``n_blocks`` (``n_tokens`` tokens) can be used now.
 
-    ``n_nvme`` of these were read from NVMe for it. ``n_unused`` more are stored, and ``why`` says what keeps them from
+    ``n_nvme`` of these were read from NVMe for it, ``n_hbm`` are in HBM, for who reads there. ``n_unused`` more are stored, and ``why`` says what keeps them from
     being used. ``max_blocks`` is what was asked for, 0 = all.
     """
 
@@ -29,6 +29,7 @@ class Outcome:
     n_unused: int = 0
     why: str = GONE
     max_blocks: int = 0
+    n_hbm: int = 0
 
     def count(self, counters: Counters) -> None:
         """Add it to the counters. A block of which only some tokens match counts as not found."""
@@ -37,6 +38,7 @@ class Outcome:
         add("lookup_blocks", self.n_rows)
         add("hit_blocks", self.n_blocks)
         add("hit_blocks_nvme", self.n_nvme)
+        add("hit_blocks_hbm", self.n_hbm)
         add("hit_tokens", self.n_tokens)
         add("hit_bytes", int(self.n_tokens * self.token_bytes))
         add("lookup_hits", self.n_tokens > 0)

@@ -18,11 +18,15 @@ from kvstore.prefix_index.index import Match, PrefixIndex
 from kvstore.room import RoomMaker
 from kvstore.store.clearing import Clearing, LastClear
 from kvstore.store.events import EventLog
+from kvstore.store.hbm import Hbm, HbmSetup
 from kvstore.store.hierarchy import Hierarchy, WriteBehind
 from kvstore.store.kinship import Kinship
+from kvstore.store.mapped import Mapped
+from kvstore.store.misses import Misses
 from kvstore.store.namespaces import Namespaces
-from kvstore.store.outcome import MISSES
+from kvstore.store.outcome import MISSES, Outcome
 from kvstore.store.pins import PinQuota
+from kvstore.store.request_log import RequestLog
 from kvstore.store.requests import LeaseLimits, Prompt
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme.tier import NvmeTier
@@ -46,6 +50,7 @@ class StoreParts:
         history_blocks: int = 0,
         knows_idle: bool = True,
         pins: PinOptions | None = None,
+        hbm: HbmSetup | None = None,
     ) -> None:
         """``spare_bytes``: see RoomMaker; best the size of a region. Takes in what lies on ``nvme``.
 
@@ -78,11 +83,17 @@ class StoreParts:
                 index, dram, nvme, self._room, self.namespaces, self.jobs, self.counters, clock, write or WriteBehind()
             )
             self.counters.add("recovered_blocks", self.hierarchy.recover(clock.now_s()))
+        self.hbm: Hbm | None = None
+        if hbm is not None:
+            self.hbm = Hbm(index, dram, hbm, self.jobs, self.counters, clock)
+        self.mapped = Mapped(dram, hbm.tier if hbm is not None else None)
         self._cleared: list[Reservation] = []
         """Reservations that ended by it, until their clients have been told."""
         self.last_clears: dict[int, LastClear] = {}
         """By number of the namespace."""
         self.events = EventLog(index)
+        self.misses = Misses(index, self.counters, self.reservations)
+        self.requests = RequestLog(index)
         self.clearing = Clearing(index, dram, self.hierarchy, self.namespaces, self.jobs, self.counters)
 
     def _found(self, prompt: Prompt) -> Match:
@@ -98,6 +109,17 @@ class StoreParts:
             n_alive = len(found.ids)
         return Match(found.ids[:n_alive], -1, 0, n_alive * prompt.path.block_tokens)
 
+    def _ended(self, prompt: Prompt, ids: At, outcome: Outcome) -> None:
+        """Count what became of a lookup, and what ended the hit."""
+        outcome.count(self.counters)
+        self.misses.note(prompt, ids, outcome, self.clock.now_s())
+
+    def _looked_up(self, session_id: int, prompt: Prompt, ids: At, outcome: Outcome) -> None:
+        """Take down that a prompt was looked up, whose leading blocks ``ids`` are stored, and what became of it."""
+        now_s = self.clock.now_s()
+        prompt.namespace.looked_up(prompt.path.n_rows, outcome.n_blocks, now_s)
+        self.requests.note(session_id, prompt, ids, asks_again=outcome.n_unused > 0)
+
     def _note_use(self, prompt: Prompt, ids: At) -> None:
         """Write down what the request says about the blocks that it uses."""
         if prompt.hints is not None:
@@ -109,16 +131,13 @@ class StoreParts:
         """A pin of these blocks; id 0 if there are none. Raises BadInputError beyond the quota."""
         if not len(ids):
             return Pin(0, tenant, 0.0, {}, ids)
-        self._check_room_for_claim(session_id, self.pins)
         self.pin_quota.take(tenant, ids, self.clock.now_s())
         self.index.pin(ids)
         pin = Pin(next(self._ids), tenant, self.clock.now_s() + ttl_s, {session_id: True}, ids)
         self.pins.add(pin)
         return pin
 
-    def _check_room_for_claim(
-        self, session_id: int, table: ClaimTable[Lease] | ClaimTable[Reservation] | ClaimTable[Pin]
-    ) -> None:
+    def _check_room_for_claim(self, session_id: int, table: ClaimTable[Lease] | ClaimTable[Reservation]) -> None:
         if table.count_of(session_id) >= CLAIMS_PER_SESSION_MAX:
             raise BadInputError(
                 f"the session holds {CLAIMS_PER_SESSION_MAX} claims of this kind already: "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,6 +15,19 @@ from kvstore.prefix_index.block_table import DRAM, At
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.shares import nominal_bytes
 from kvstore.prefix_index.tenants import pages
+
+PINS_PER_TENANT_MAX = 4096
+PIN_ENTRIES_PER_TENANT_MAX = 1 << 20
+"""Blocks in all pins of a tenant, each as often as it is pinned: what is pinned again takes no more room in the tier,
+but some for the pin."""
+
+
+class _Held(NamedTuple):
+    """What the pins of a tenant hold."""
+
+    n_bytes: int = 0
+    n_pins: int = 0
+    n_entries: int = 0
 
 
 class PinQuota:
@@ -31,16 +46,20 @@ class PinQuota:
         self.room_bytes = options.room_bytes(dram_bytes)
         """What all pins together may hold."""
         self._n_pins: NDArray[np.uint32] = np.zeros(0, np.uint32)
-        self._held_bytes: dict[str, int] = {}
+        self._held: dict[str, _Held] = {}
 
     @property
     def held_bytes(self) -> int:
         """What all pins hold."""
-        return sum(self._held_bytes.values())
+        return sum(each.n_bytes for each in self._held.values())
 
     def held_by(self, tenant: str) -> int:
         """What a tenant's pins hold, in bytes."""
-        return self._held_bytes.get(tenant, 0)
+        return self._of(tenant).n_bytes
+
+    def n_pins_of(self, tenant: str) -> int:
+        """How many pins a tenant has."""
+        return self._of(tenant).n_pins
 
     def most_of(self, tenant: str) -> int:
         """What they may hold: as configured, else its share of what all may, among the tenants that have blocks."""
@@ -53,22 +72,34 @@ class PinQuota:
         """Count a pin on these distinct blocks. Raises BadInputError if that is too much; nothing has changed then."""
         at = self._grown(ids)
         more = int(pages(self._index.table.size_bytes[at[self._n_pins[at] == 0]]).sum())
-        held, most = self.held_by(tenant), self.most_of(tenant)
-        left = self.room_bytes - self.held_bytes
-        if held + more > most or more > left:
+        before, most = self._of(tenant), self.most_of(tenant)
+        held, left = before.n_bytes, self.room_bytes - self.held_bytes
+        after = _Held(held + more, before.n_pins + 1, before.n_entries + len(at))
+        refusal = ""
+        if after.n_bytes > most or more > left:
+            refusal = self._refusal(tenant, more, held, most, left, now_s)
+        elif after.n_pins > PINS_PER_TENANT_MAX or after.n_entries > PIN_ENTRIES_PER_TENANT_MAX:
+            refusal = (
+                f"tenant {tenant!r} has {before.n_pins} pins of {before.n_entries} blocks in all, the most are "
+                f"{PINS_PER_TENANT_MAX} of {PIN_ENTRIES_PER_TENANT_MAX}: pin a prompt once, or unpin some"
+            )
+        if refusal:
             self._counters.add("refused_pins")
-            raise BadInputError(self._refusal(tenant, more, held, most, left, now_s))
+            raise BadInputError(refusal)
         self._n_pins[at] += 1
-        self._held_bytes[tenant] = held + more
+        self._held[tenant] = after
 
     def give_back(self, tenant: str, ids: At) -> None:
         """A pin on these blocks has ended; they are still in the table."""
         at = self._grown(ids)
         self._n_pins[at] -= 1
         less = int(pages(self._index.table.size_bytes[at[self._n_pins[at] == 0]]).sum())
-        self._held_bytes[tenant] -= less
-        if not self._held_bytes[tenant]:
-            del self._held_bytes[tenant]
+        before = self._held[tenant]
+        after = _Held(before.n_bytes - less, before.n_pins - 1, before.n_entries - len(at))
+        if after.n_pins:
+            self._held[tenant] = after
+        else:
+            del self._held[tenant]
 
     def stats(self) -> dict[str, float]:
         """Gauges."""
@@ -83,6 +114,13 @@ class PinQuota:
             raise IntegrityError("pins hold other blocks than their quota has counted")
         if (self.held_bytes > 0) != bool(len(self._pins)):
             raise IntegrityError(f"{len(self._pins)} pins hold {self.held_bytes} bytes by their quota")
+        for tenant, held in self._held.items():
+            sizes = [len(pin.ids) for pin in self._pins if pin.tenant == tenant]
+            if (len(sizes), sum(sizes)) != (held.n_pins, held.n_entries):
+                raise IntegrityError(f"tenant {tenant!r} has {len(sizes)} pins, {held.n_pins} by its quota")
+
+    def _of(self, tenant: str) -> _Held:
+        return self._held.get(tenant, _Held())
 
     def _refusal(self, tenant: str, more: int, held: int, most: int, left: int, now_s: float) -> str:
         if held + more > most:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError, EndedError
 from kvstore.lease import Lease
 from kvstore.onboard import Load, Part
-from kvstore.prefix_index.block_table import DRAM, NVME
+from kvstore.prefix_index.block_table import DRAM, HBM, NVME, At
 from kvstore.prefix_index.index import Match
 from kvstore.store.hybrid import Hybrids
 from kvstore.store.outcome import Outcome, unused
@@ -33,8 +34,12 @@ class Reading(Hybrids):
             return Match(found.ids[:max_blocks], -1, 0, max_blocks * prompt.path.block_tokens)
         return found
 
-    def begin_load(self, prompt: Prompt, first_block: int = 0, max_blocks: int = 0) -> Load | None:
+    def begin_load(
+        self, prompt: Prompt, first_block: int = 0, max_blocks: int = 0, *, reads_hbm: bool = False
+    ) -> Load | None:
         """Start reading what matches but lies on NVMe only; None if there is nothing to read.
+
+        For who ``reads_hbm`` what is there need not be read.
 
         Once it is done, or not waited for any longer, take the lease and then ``end_load``, which must follow
         in any case.
@@ -44,7 +49,7 @@ class Reading(Hybrids):
         if prompt.namespace.parts:
             return self.begin_hybrid_load(prompt, first_block, max_blocks)
         reach = self._reach(prompt, first_block, max_blocks)
-        read_ids = reach.wanted[~self.index.resident(reach.wanted, DRAM)]
+        read_ids = reach.wanted[~self._are_there(reach.wanted, reads_hbm=reads_hbm)]
         if not len(read_ids):
             return None
         opened = prompt.namespace
@@ -67,12 +72,16 @@ class Reading(Hybrids):
         load: Load | None = None,
         *,
         glance: bool = False,
+        reads_hbm: bool = False,
     ) -> Lease:
         """Match, then pin what is in DRAM from ``first_block`` on; counts as an access for the policy.
 
         ``load`` is the one that was waited for, if any. A miss is a lease with id 0 that holds nothing and
         needs no release. So is a ``glance``, which says where blocks are without holding them; there is none at
         hybrid namespaces, where it is a lease.
+
+        Who ``reads_hbm`` is told where blocks are there, too, and need not have these in DRAM; blocks that are used so
+        get copies there in time. Not at hybrid namespaces.
         """
         if prompt.namespace.parts:
             return self.hybrid_lease(session_id, prompt, first_block, max_blocks, ttl_s, load)
@@ -81,17 +90,22 @@ class Reading(Hybrids):
         self.counters.add("matches")
         wanted, n_blocks, partial_tokens = reach.wanted, reach.n_blocks, reach.partial_tokens
         n_pending = 0
-        if self.hierarchy is not None and not (there := self.index.resident(wanted, DRAM)).all():
+        there = self._are_there(wanted, reads_hbm=reads_hbm)
+        if self.hierarchy is not None and not there.all():
             n_there = int(there.argmin())
             n_pending = len(wanted) - n_there
             wanted, partial_tokens, n_blocks = wanted[:n_there], 0, first_block + n_there
         n_tokens = n_blocks * prompt.namespace.namespace.spec.block_tokens + partial_tokens
         n_nvme = int(np.isin(wanted, load.read_ids).sum()) if load is not None else 0
         n_unused, why = unused(load, reach.wanted, len(wanted))
-        Outcome(
-            prompt.path.n_rows, n_blocks, n_tokens, n_nvme, prompt.namespace.token_bytes, n_unused, why, max_blocks
-        ).count(self.counters)
-        prompt.namespace.looked_up(prompt.path.n_rows, n_blocks, self.clock.now_s())
+        hbm_slots = self.hbm.slots(wanted) if reads_hbm and self.hbm is not None else None
+        n_hbm = int(np.count_nonzero(hbm_slots[: n_blocks - first_block] >= 0)) if hbm_slots is not None else 0
+        outcome = Outcome(
+            prompt.path.n_rows, n_blocks, n_tokens, n_nvme, prompt.namespace.token_bytes, n_unused, why, max_blocks,
+            n_hbm,
+        )  # fmt: skip
+        self._ended(prompt, reach.ids[: reach.n_blocks], outcome)
+        self._looked_up(session_id, prompt, reach.ids[: reach.n_blocks], outcome)
         use = prompt.use()
         if len(reach.ids):
             self.index.touch(reach.ids, use)
@@ -107,9 +121,12 @@ class Reading(Hybrids):
             lease = Lease(
                 next(self._ids), prompt.namespace.namespace.tenant, self.clock.now_s() + ttl_s, {session_id: True},
                 wanted, n_blocks, partial_tokens, n_tokens, n_pending, n_nvme,
-                namespace=prompt.namespace.digest, block_bytes=prompt.namespace.block_bytes,
+                namespace=prompt.namespace.digest, block_bytes=prompt.namespace.block_bytes, hbm_slots=hbm_slots,
             )  # fmt: skip
             self.leases.add(lease)
+        if hbm_slots is not None and self.hbm is not None:
+            worth = self.index.admitted(wanted, use, HBM)
+            self.hbm.promoter.used(prompt.namespace.namespace.tenant, prompt.namespace.block_bytes, worth)
         if self.hierarchy is not None and len(wanted):
             self.hierarchy.offloader.accessed(self.index.admitted(reach.ids, use, NVME))
         return lease
@@ -161,6 +178,11 @@ class Reading(Hybrids):
         if self.leases.drop_holder(lease, session_id):
             self.index.unpin(lease.ids)
         return True
+
+    def _are_there(self, ids: At, *, reads_hbm: bool) -> NDArray[np.bool_]:
+        """Which of these blocks need not be read from NVMe for a reader."""
+        here = self.index.resident(ids, DRAM)
+        return here | self.index.resident(ids, HBM) if reads_hbm else here
 
     def _reach(self, prompt: Prompt, first_block: int, max_blocks: int) -> Reach:
         found = self._found(prompt)

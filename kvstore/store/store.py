@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstore.errors import BadInputError, EndedError
 from kvstore.jobs import Job
-from kvstore.lease import Claim, Pin
+from kvstore.lease import NO_SESSION, Claim, Pin
 from kvstore.persist import Persist
 from kvstore.prefix_index.hiding import Hidden
 from kvstore.store.clearing import LastClear
@@ -24,6 +24,7 @@ from kvstore.store.overlap import Overlaps
 from kvstore.store.requests import Prompt
 from kvstore.store.writing import Writing
 from kvstore.tiers.dram import Region
+from kvstore.tiers.hbm import HbmRegion
 
 EXPIRE_BATCH = 256
 
@@ -36,7 +37,8 @@ class Store(Overlaps, Writing):
     def pin(self, session_id: int, prompt: Prompt, ttl_s: float = 0.0) -> Pin:
         """Keep the stored prefix of a prompt from being evicted; id 0 if nothing is stored.
 
-        Raises BadInputError for more than the tenant, or all together, may pin.
+        With ``NO_SESSION`` it outlives the client. Raises BadInputError for more than the tenant, or all together, may
+        pin.
         """
         ttl_s = self.pin_limits.ttl_s(ttl_s)
         if prompt.namespace.parts:
@@ -44,10 +46,14 @@ class Store(Overlaps, Writing):
         ids = self._found(prompt).ids
         return self._pinned(session_id, prompt.namespace.namespace.tenant, ids, ttl_s)
 
-    def unpin(self, session_id: int, pin_id: int) -> bool:
-        """Let go of a pin. Idempotent."""
+    def unpin(self, session_id: int, pin_id: int, tenant: str = "") -> bool:
+        """Let go of a pin of this session, or of one of this ``tenant`` that is no session's. Idempotent."""
         pin = self.pins.get(pin_id)
-        if pin is None or session_id not in pin.holders:
+        if pin is None:
+            return False
+        if pin.tenant == tenant and NO_SESSION in pin.holders:
+            session_id = NO_SESSION
+        if session_id not in pin.holders:
             return False
         if self.pins.drop_holder(pin, session_id):
             self.pin_quota.give_back(pin.tenant, pin.ids)
@@ -88,7 +94,7 @@ class Store(Overlaps, Writing):
     def is_used_by(self, session_id: int) -> bool:
         """Whether the session may still read or write memory of the store, or hold some."""
         claims = (self.leases, self.reservations, self.pins)
-        return any(each.of_session(session_id) for each in claims) or self.dram.is_mapped_by(session_id)
+        return any(each.of_session(session_id) for each in claims) or self.mapped.is_mapped_by(session_id)
 
     def forget_session(self, session_id: int) -> None:
         """The session's process is gone, or it said that it uses nothing any more: its holds end too."""
@@ -98,7 +104,7 @@ class Store(Overlaps, Writing):
             self._drop_reservation(reservation, session_id)
         for pin in self.pins.of_session(session_id):
             self.unpin(session_id, pin.id)
-        self.dram.drop_client(session_id)
+        self.mapped.drop_client(session_id)
 
     @property
     def n_reservations_in_force(self) -> int:
@@ -131,12 +137,15 @@ class Store(Overlaps, Writing):
     @property
     def has_work(self) -> bool:
         """Whether jobs wait, or ``pump`` would make some. Cheap."""
-        return bool(self.jobs) or (self.hierarchy is not None and self.hierarchy.offloader.has_work)
+        offloads = self.hierarchy is not None and self.hierarchy.offloader.has_work
+        return bool(self.jobs) or offloads or (self.hbm is not None and self.hbm.promoter.has_work)
 
     def pump(self) -> None:
         """Make jobs of what requests have queued: it need not keep them waiting for their answer."""
         if self.hierarchy is not None and self.hierarchy.offloader.has_work:
             self.hierarchy.offloader.pump()
+        if self.hbm is not None and self.hbm.promoter.has_work:
+            self.hbm.promoter.pump()
 
     def tick(self) -> None:
         """Deadlines of disk reads and writes, retries, upkeep; call it often (every 50 ms)."""
@@ -144,7 +153,10 @@ class Store(Overlaps, Writing):
             self.hierarchy.tick(self.clock.now_s())
         self._demote_overdue()
         self.clearing.tick()
-        self.events.tick(self.clock.now_s())
+        now_s = self.clock.now_s()
+        self.events.tick(now_s)
+        self.requests.tick(now_s)
+        self.misses.settle(now_s)
 
     def _demote_overdue(self) -> None:
         """Blocks whose time is over are found by nobody; they go first."""
@@ -207,6 +219,19 @@ class Store(Overlaps, Writing):
         self.dram.add_mapper(region_id, session_id)
         return region
 
+    def share_hbm(self, session_id: int, tenant: str, region_id: int) -> HbmRegion:
+        """A region of HBM that the session may open; from now on it counts as having it open.
+
+        Raises EndedError for one that is gone or another tenant's, BadInputError where there is no HBM tier.
+        """
+        if self.hbm is None:
+            raise BadInputError("the daemon has no HBM tier (--hbm-device, --hbm)")
+        region = self.hbm.tier.regions.get(region_id)
+        if region is None or region.tenant != tenant:
+            raise EndedError(f"region {region_id} is not there (any more): lease again")
+        self.hbm.tier.add_mapper(region_id, session_id)
+        return region
+
     def seal_region(self, session_id: int, region_id: int) -> None:
         """The writer has its mapping. Raises BadInputError for anybody else's region."""
         region = self.dram.regions.get(region_id)
@@ -223,8 +248,9 @@ class Store(Overlaps, Writing):
 
     def stats(self) -> tuple[dict[str, float], dict[str, str]]:
         """Counters and gauges, and facts in words, flat, by name."""
+        self.misses.settle(self.clock.now_s(), at_once=True)
         numbers, texts = store_stats(
-            self.counters, self.index, self.dram, self.hierarchy, self.leases, self.reservations, self.pins,
+            self.counters, self.index, self.dram, self.hierarchy, self.hbm, self.leases, self.reservations, self.pins,
             len(self.namespaces),
         )  # fmt: skip
         return numbers | self.pin_quota.stats() | {"tenants": float(self.index.tenants.n_with_blocks)}, texts
@@ -239,5 +265,6 @@ class Store(Overlaps, Writing):
         if self.hierarchy is not None:
             self.hierarchy.nvme.check()
         check_agreement(
-            self.index, self.dram, self.hierarchy, [*self.leases, *self.pins], self.reservations, self._room.pending
-        )
+            self.index, self.dram, self.hierarchy, self.hbm, [*self.leases, *self.pins], self.reservations,
+            self._room.pending,
+        )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -51,12 +50,11 @@ def tenant_facts(store: Store) -> list[TenantFacts]:
     if store.hierarchy is not None:
         capacities[NVME] = int(store.hierarchy.nvme.stats()["live_capacity_bytes"])
     due = {tier: nominal_bytes(tenants, tier, capacity) for tier, capacity in capacities.items()}
-    n_pins = Counter(pin.tenant for pin in store.pins)
     no_quota = np.iinfo(np.int64).max
     found = []
     for number, name in enumerate(tenants.names):
         counts = (tenants.used_bytes, tenants.n_evicted, tenants.n_suffered, tenants.n_caused)
-        if not any(column[:, number].any() for column in counts) and not n_pins[name]:
+        if not any(column[:, number].any() for column in counts) and not store.pin_quota.n_pins_of(name):
             continue
         tiers = tuple(
             TenantTier(
@@ -72,7 +70,12 @@ def tenant_facts(store: Store) -> list[TenantFacts]:
         quota = store.pin_quota
         found.append(
             TenantFacts(
-                name, float(tenants.weights[number]), tiers, quota.held_by(name), quota.most_of(name), n_pins[name]
+                name,
+                float(tenants.weights[number]),
+                tiers,
+                quota.held_by(name),
+                quota.most_of(name),
+                quota.n_pins_of(name),
             )
         )
     return sorted(found, key=lambda each: (-each.used_bytes, each.tenant))

@@ -78,6 +78,8 @@ class Method(IntEnum):
     OVERLAP = 34
     TENANTS = 35
     EXPLAIN = 36
+    RECORD = 37
+    MAP_HBM = 38
 
 
 REQUESTS: dict[int, type[Message]] = {
@@ -113,6 +115,8 @@ REQUESTS: dict[int, type[Message]] = {
     Method.END_SESSION: pb.EndSessionRequest,
     Method.OVERLAP: pb.OverlapRequest,
     Method.EXPLAIN: pb.ExplainRequest,
+    Method.RECORD: pb.RecordRequest,
+    Method.MAP_HBM: pb.MapHbmRequest,
 }
 
 PROMPTS = frozenset(
@@ -155,6 +159,8 @@ REPLIES: dict[int, type[Message]] = {
     Method.END_SESSION: pb.EndSessionReply,
     Method.OVERLAP: pb.OverlapReply,
     Method.EXPLAIN: pb.ExplainReply,
+    Method.RECORD: pb.RecordReply,
+    Method.MAP_HBM: pb.MapHbmReply,
 }
 
 

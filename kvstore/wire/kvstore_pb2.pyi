@@ -62,7 +62,7 @@ class HelloRequest(_message.Message):
     def __init__(self, version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., tenant: _Optional[str] = ..., client_name: _Optional[str] = ..., channel: _Optional[_Union[Channel, str]] = ..., session_token: _Optional[bytes] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("version", "session_id", "session_token", "epoch", "heartbeat_s", "lease_s_max", "server_version", "generations_bytes", "can_wait")
+    __slots__ = ("version", "session_id", "session_token", "epoch", "heartbeat_s", "lease_s_max", "server_version", "generations_bytes", "can_wait", "hbm_uuid")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class HelloReply(_message.Message):
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_BYTES_FIELD_NUMBER: _ClassVar[int]
     CAN_WAIT_FIELD_NUMBER: _ClassVar[int]
+    HBM_UUID_FIELD_NUMBER: _ClassVar[int]
     version: int
     session_id: int
     session_token: bytes
@@ -81,7 +82,8 @@ class HelloReply(_message.Message):
     server_version: str
     generations_bytes: int
     can_wait: bool
-    def __init__(self, version: _Optional[int] = ..., session_id: _Optional[int] = ..., session_token: _Optional[bytes] = ..., epoch: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., lease_s_max: _Optional[float] = ..., server_version: _Optional[str] = ..., generations_bytes: _Optional[int] = ..., can_wait: bool = ...) -> None: ...
+    hbm_uuid: str
+    def __init__(self, version: _Optional[int] = ..., session_id: _Optional[int] = ..., session_token: _Optional[bytes] = ..., epoch: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., lease_s_max: _Optional[float] = ..., server_version: _Optional[str] = ..., generations_bytes: _Optional[int] = ..., can_wait: bool = ..., hbm_uuid: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ()
@@ -204,18 +206,20 @@ class OverlapRequest(_message.Message):
     def __init__(self, prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ...) -> None: ...
 
 class OverlapReply(_message.Message):
-    __slots__ = ("n_tokens", "n_dram_tokens", "n_loading_tokens", "load_s", "load_error")
+    __slots__ = ("n_tokens", "n_dram_tokens", "n_loading_tokens", "load_s", "load_error", "n_hbm_tokens")
     N_TOKENS_FIELD_NUMBER: _ClassVar[int]
     N_DRAM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     N_LOADING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
     LOAD_ERROR_FIELD_NUMBER: _ClassVar[int]
+    N_HBM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     n_tokens: bytes
     n_dram_tokens: bytes
     n_loading_tokens: bytes
     load_s: bytes
     load_error: bytes
-    def __init__(self, n_tokens: _Optional[bytes] = ..., n_dram_tokens: _Optional[bytes] = ..., n_loading_tokens: _Optional[bytes] = ..., load_s: _Optional[bytes] = ..., load_error: _Optional[bytes] = ...) -> None: ...
+    n_hbm_tokens: bytes
+    def __init__(self, n_tokens: _Optional[bytes] = ..., n_dram_tokens: _Optional[bytes] = ..., n_loading_tokens: _Optional[bytes] = ..., load_s: _Optional[bytes] = ..., load_error: _Optional[bytes] = ..., n_hbm_tokens: _Optional[bytes] = ...) -> None: ...
 
 class RegionLayout(_message.Message):
     __slots__ = ("id", "slot_bytes", "generation_base")
@@ -248,7 +252,7 @@ class PartSlots(_message.Message):
     def __init__(self, part: _Optional[int] = ..., first_block: _Optional[int] = ..., slots: _Optional[_Union[Slots, _Mapping]] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("prompt", "max_blocks", "first_block", "ttl_s", "wait_s", "glance", "copied_bytes", "copied_s", "copied_after_read")
+    __slots__ = ("prompt", "max_blocks", "first_block", "ttl_s", "wait_s", "glance", "copied_bytes", "copied_s", "copied_after_read", "hbm")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +262,7 @@ class LeaseRequest(_message.Message):
     COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     COPIED_S_FIELD_NUMBER: _ClassVar[int]
     COPIED_AFTER_READ_FIELD_NUMBER: _ClassVar[int]
+    HBM_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
     max_blocks: int
     first_block: int
@@ -267,10 +272,11 @@ class LeaseRequest(_message.Message):
     copied_bytes: int
     copied_s: float
     copied_after_read: bool
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., max_blocks: _Optional[int] = ..., first_block: _Optional[int] = ..., ttl_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., glance: bool = ..., copied_bytes: _Optional[int] = ..., copied_s: _Optional[float] = ..., copied_after_read: bool = ...) -> None: ...
+    hbm: bool
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., max_blocks: _Optional[int] = ..., first_block: _Optional[int] = ..., ttl_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., glance: bool = ..., copied_bytes: _Optional[int] = ..., copied_s: _Optional[float] = ..., copied_after_read: bool = ..., hbm: bool = ...) -> None: ...
 
 class LeaseReply(_message.Message):
-    __slots__ = ("lease_id", "ttl_s", "n_blocks", "partial_tokens", "n_tokens", "slots", "n_pending", "eta_s", "n_nvme", "first_block", "waited_s", "parts")
+    __slots__ = ("lease_id", "ttl_s", "n_blocks", "partial_tokens", "n_tokens", "slots", "n_pending", "eta_s", "n_nvme", "first_block", "waited_s", "hbm", "parts")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     N_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -282,6 +288,7 @@ class LeaseReply(_message.Message):
     N_NVME_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    HBM_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     ttl_s: float
@@ -294,8 +301,43 @@ class LeaseReply(_message.Message):
     n_nvme: int
     first_block: int
     waited_s: float
+    hbm: HbmSlots
     parts: _containers.RepeatedCompositeFieldContainer[PartSlots]
-    def __init__(self, lease_id: _Optional[int] = ..., ttl_s: _Optional[float] = ..., n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., n_tokens: _Optional[int] = ..., slots: _Optional[_Union[Slots, _Mapping]] = ..., n_pending: _Optional[int] = ..., eta_s: _Optional[float] = ..., n_nvme: _Optional[int] = ..., first_block: _Optional[int] = ..., waited_s: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[PartSlots, _Mapping]]] = ...) -> None: ...
+    def __init__(self, lease_id: _Optional[int] = ..., ttl_s: _Optional[float] = ..., n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., n_tokens: _Optional[int] = ..., slots: _Optional[_Union[Slots, _Mapping]] = ..., n_pending: _Optional[int] = ..., eta_s: _Optional[float] = ..., n_nvme: _Optional[int] = ..., first_block: _Optional[int] = ..., waited_s: _Optional[float] = ..., hbm: _Optional[_Union[HbmSlots, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[PartSlots, _Mapping]]] = ...) -> None: ...
+
+class HbmSlots(_message.Message):
+    __slots__ = ("at", "slots")
+    AT_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    at: bytes
+    slots: Slots
+    def __init__(self, at: _Optional[bytes] = ..., slots: _Optional[_Union[Slots, _Mapping]] = ...) -> None: ...
+
+class MapHbmRequest(_message.Message):
+    __slots__ = ("region_ids",)
+    REGION_IDS_FIELD_NUMBER: _ClassVar[int]
+    region_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, region_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class HbmRegion(_message.Message):
+    __slots__ = ("id", "size_bytes", "handle")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    size_bytes: int
+    handle: bytes
+    def __init__(self, id: _Optional[int] = ..., size_bytes: _Optional[int] = ..., handle: _Optional[bytes] = ...) -> None: ...
+
+class MapHbmReply(_message.Message):
+    __slots__ = ("device_uuid", "generations_bytes", "regions")
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    device_uuid: str
+    generations_bytes: int
+    regions: _containers.RepeatedCompositeFieldContainer[HbmRegion]
+    def __init__(self, device_uuid: _Optional[str] = ..., generations_bytes: _Optional[int] = ..., regions: _Optional[_Iterable[_Union[HbmRegion, _Mapping]]] = ...) -> None: ...
 
 class AttachLeaseRequest(_message.Message):
     __slots__ = ("lease_id", "shards", "namespace", "block_bytes")
@@ -438,12 +480,14 @@ class RegionsUnmappedReply(_message.Message):
     def __init__(self) -> None: ...
 
 class PinRequest(_message.Message):
-    __slots__ = ("prompt", "ttl_s")
+    __slots__ = ("prompt", "ttl_s", "keep")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
     ttl_s: float
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+    keep: bool
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., ttl_s: _Optional[float] = ..., keep: bool = ...) -> None: ...
 
 class PinReply(_message.Message):
     __slots__ = ("pin_id", "n_blocks", "ttl_s")
@@ -708,10 +752,12 @@ class InspectReply(_message.Message):
     def __init__(self, n_rows: _Optional[int] = ..., n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., keys: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., hits: _Optional[bytes] = ..., idle_s: _Optional[bytes] = ..., pins: _Optional[bytes] = ..., ends: _Optional[str] = ..., differs_at_token: _Optional[int] = ..., hints_json: _Optional[str] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("prompt",)
+    __slots__ = ("prompt", "other_salts")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    OTHER_SALTS_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ...) -> None: ...
+    other_salts: bool
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., other_salts: bool = ...) -> None: ...
 
 class NearNamespace(_message.Message):
     __slots__ = ("digest", "differences", "n_matching", "n_blocks")
@@ -956,6 +1002,44 @@ class WatchReply(_message.Message):
     gap: bool
     batches: _containers.RepeatedCompositeFieldContainer[EventBatch]
     def __init__(self, next_seq: _Optional[int] = ..., epoch: _Optional[int] = ..., n_lost: _Optional[int] = ..., gap: bool = ..., batches: _Optional[_Iterable[_Union[EventBatch, _Mapping]]] = ...) -> None: ...
+
+class RecordRequest(_message.Message):
+    __slots__ = ("namespace", "after_seq", "from_now")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_SEQ_FIELD_NUMBER: _ClassVar[int]
+    FROM_NOW_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    after_seq: int
+    from_now: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., after_seq: _Optional[int] = ..., from_now: bool = ...) -> None: ...
+
+class RecordReply(_message.Message):
+    __slots__ = ("next_seq", "epoch", "n_lost", "gap", "times_s", "n_tokens", "n_output", "turns", "sessions", "types", "n_rows", "keys")
+    NEXT_SEQ_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    N_LOST_FIELD_NUMBER: _ClassVar[int]
+    GAP_FIELD_NUMBER: _ClassVar[int]
+    TIMES_S_FIELD_NUMBER: _ClassVar[int]
+    N_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    N_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    TYPES_FIELD_NUMBER: _ClassVar[int]
+    N_ROWS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    next_seq: int
+    epoch: int
+    n_lost: int
+    gap: bool
+    times_s: bytes
+    n_tokens: bytes
+    n_output: bytes
+    turns: bytes
+    sessions: bytes
+    types: _containers.RepeatedScalarFieldContainer[str]
+    n_rows: bytes
+    keys: bytes
+    def __init__(self, next_seq: _Optional[int] = ..., epoch: _Optional[int] = ..., n_lost: _Optional[int] = ..., gap: bool = ..., times_s: _Optional[bytes] = ..., n_tokens: _Optional[bytes] = ..., n_output: _Optional[bytes] = ..., turns: _Optional[bytes] = ..., sessions: _Optional[bytes] = ..., types: _Optional[_Iterable[str]] = ..., n_rows: _Optional[bytes] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("first_id", "frames", "wait_s")

@@ -42,8 +42,11 @@ def make_policy(name: str, **options: Any) -> EvictionPolicy:
         raise ConfigError(f"policy {name!r} does not take these options: {given}") from None
 
 
-def make_tier_policies(dram: str, nvme: str = "", *, learn_aside: bool = False) -> EvictionPolicy:
+def make_tier_policies(dram: str, nvme: str = "", *, learn_aside: bool = False, hbm: bool = False) -> EvictionPolicy:
     """Fresh policies for a table with or without an NVMe tier; ``nvme`` is the one of DRAM if it is empty.
+
+    With ``hbm`` there is an order for such a tier, too: that of LRU. What is there was used twice lately, and can be
+    had again for one copy.
 
     With ``learn_aside`` those that learn do so in a process beside this one, so that no call waits for it; otherwise in
     the calls, which makes the same calls give the same order. Raises ConfigError for an unknown name.
@@ -53,9 +56,10 @@ def make_tier_policies(dram: str, nvme: str = "", *, learn_aside: bool = False) 
         return HazardPolicy(RefitInChild()) if learn_aside and name == HazardPolicy.name else make_policy(name)
 
     policy = make(dram)
-    if nvme in ("", dram):
+    own_nvme = nvme not in ("", dram)
+    if not own_nvme and not hbm:
         return policy
     try:
-        return TieredPolicy(policy, make(nvme))
+        return TieredPolicy(policy, make(nvme) if own_nvme else None, LruPolicy() if hbm else None)
     except ConfigError as error:
         raise ConfigError(f"on NVMe, {error}", ("nvme_policy",)) from None

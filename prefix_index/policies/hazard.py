@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from kvstore.prefix_index.block_table import NO_PARENT, At
 from kvstore.prefix_index.policies.hazard_ages import Floats
 from kvstore.prefix_index.policies.hazard_books import Books, Piece, Span, is_short_end, known_spans
+from kvstore.prefix_index.policies.hazard_costs import PlaceCosts, log_costs
 from kvstore.prefix_index.policies.hazard_features import (
     N_FEATURES,
     STRATUM_OF_USES,
@@ -32,6 +34,8 @@ _GHOST_SHARE = 2
 _DEMOTED = -1e12
 _ROOM_KEPT = 0.999
 
+R = TypeVar("R", float, Floats)
+
 
 class HazardPolicy(EvictionPolicy):
     """Ranks by the most uses per second of room that a block may still bring (``hazard_worth``), given its run's age,
@@ -53,6 +57,7 @@ class HazardPolicy(EvictionPolicy):
         self._refit = refit if refit is not None else RefitHere()
         self._books = Books()
         self._runs, self._ghosts, self._yardstick = self._books.runs, self._books.ghosts, self._books.yardstick
+        self._costs = PlaceCosts()
         self._learnt = False
         self._run_of: NDArray[np.int32] = np.zeros(0, np.int32)
         self._depth: NDArray[np.int32] = np.zeros(0, np.int32)
@@ -85,7 +90,7 @@ class HazardPolicy(EvictionPolicy):
         mine = self._books.enter(pieces, self._n_requests, facts, use, unbroken)
         counts = [piece.n for piece in pieces]
         self._open.keep(int(ids[-1]), Opened(self._n_requests, facts, ids, mine, counts, unbroken))
-        lowest = self._put(ids, mine, counts)
+        lowest = self._put(ids, mine, counts, use)
         self._learn()
         return lowest
 
@@ -115,7 +120,7 @@ class HazardPolicy(EvictionPolicy):
                 runs, counts = self._let_in(entering, len(ids))
         if entering is None or not runs:
             runs, counts = self._arrive(Newcomers(keys, above, use), depth)
-        self._put(ids, runs, counts)
+        self._put(ids, runs, counts, use)
         if use.hints is not None and use.hints.no_reuse:
             self.demoted(ids)
 
@@ -154,7 +159,11 @@ class HazardPolicy(EvictionPolicy):
         for piece in pieces:
             young, old = self._books.sums(piece.features, 0, N_FEATURES)
             ranks.append(self._books.rank_of_new(piece.stratum, young, old, number, said))
-        return np.repeat(ranks, [piece.n for piece in pieces])
+        counts = [piece.n for piece in pieces]
+        of_block: Floats = np.repeat(ranks, counts)
+        if use.attention_doubling_tokens and not self._books.follows_lru:
+            of_block += log_costs(np.arange(depth, depth + n), counts, use)
+        return of_block
 
     def declined(self, newcomers: Newcomers, n_entering: int) -> None:
         keys = newcomers.keys
@@ -188,7 +197,7 @@ class HazardPolicy(EvictionPolicy):
         self._books.forget(self._ghosts.add(self.table.key[ids], self._run_of[ids].astype(np.int64)))
 
     def rank(self, ids: At, tier: int) -> Floats:
-        ranks = self._books.ranks_of_blocks(self._run_of[ids].astype(np.int64))
+        ranks = self._with_costs(ids, self._books.ranks_of_blocks(self._run_of[ids].astype(np.int64)))
         if self._any_demoted:
             demoted = self._is_demoted[ids]
             ranks[demoted] = self.table.ranks(tier)[ids[demoted]]
@@ -293,7 +302,8 @@ class HazardPolicy(EvictionPolicy):
                 self._books.set_features(run, with_request(cells.features[run], values))
         of_block = np.repeat(np.array(opened.runs, np.int32), opened.counts)
         still = self._run_of[opened.ids] == of_block
-        self.set_ranks(opened.ids[still], np.repeat(self._books.ranks_of_used(opened.runs), opened.counts)[still])
+        ids, ranks = opened.ids[still], np.repeat(self._books.ranks_of_used(opened.runs), opened.counts)[still]
+        self.set_ranks(ids, self._with_costs(ids, ranks))
 
     def _insert_unknown(self, ids: At, use: Use) -> None:
         """Blocks of several paths that are there from before, parents first: nothing is known of their uses."""
@@ -307,18 +317,23 @@ class HazardPolicy(EvictionPolicy):
             depth = self._depth_below(int(parents[start]))
             self._depth[ids[start : start + n]] = np.arange(depth, depth + n)
             pieces.append(Piece(n, 1, self._books.now_s, STRATUM_OF_USES[1], of_request(facts) | of_run(depth, 1, 0.0)))
-        self._put(ids, self._books.enter(pieces, self._n_requests, facts, use, False, counts=False), counts)
+        self._put(ids, self._books.enter(pieces, self._n_requests, facts, use, False, counts=False), counts, use)
 
-    def _put(self, ids: At, runs: list[int], counts: list[int]) -> float:
-        """Blocks are of these new runs, and have the ranks of those. Returns the lowest."""
+    def _put(self, ids: At, runs: list[int], counts: list[int], use: Use) -> float:
+        """Blocks are of these new runs, and have the ranks of those. Returns at most the lowest."""
         ranks = self._books.ranks_of_used(runs)
+        self._costs.note(ids, self._depth[ids], counts, use, len(self._depth))
         if len(runs) == 1:
             self._run_of[ids] = runs[0]
-            self.set_ranks(ids, ranks[0])
+            self.set_ranks(ids, self._with_costs(ids, ranks[0]))
         else:
             self._run_of[ids] = np.repeat(np.array(runs, np.int32), counts)
-            self.set_ranks(ids, np.repeat(ranks, counts))
+            self.set_ranks(ids, self._with_costs(ids, np.repeat(ranks, counts)))
         return min(ranks)
+
+    def _with_costs(self, ids: At, ranks: R) -> R | Floats:
+        """Ranks of blocks by their runs, and by what computing the blocks again costs. LRU asks for no cost."""
+        return ranks if self._books.follows_lru or not self._costs.are_known else ranks + self._costs.of(ids)
 
     def _learn(self) -> None:
         """Take a new model if one is ready, have one made if it is due, and follow whoever does better.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -173,6 +174,59 @@ def test_a_file_that_holds_no_prompt_is_refused_with_its_fault(
     assert words in kvstore("inspect", "prompt", str(tmp_path / name), code=2).stderr
 
 
+def test_pins_outlive_the_command_and_are_let_go_of(kvstore: Command, client: Client) -> None:
+    store(client, NAMESPACE, 3)
+    file = kvstore.tokens("p.jsonl", prompt(3), prompt(2, 8))
+    done = kvstore.json("pin", file)
+    assert [(each["n_blocks"], each["ttl_s"] > 500) for each in done["pins"]] == [(3, True), (0, False)]
+    assert (done["n_pins"], done["pinned_bytes"]) == (1, 3 * 8192)
+    assert client.stats()["pins"] == 1
+    (claim,) = client.claims().claims
+    assert (claim.kind, claim.session_ids, claim.n_blocks) == ("pin", (), 3)
+    text = kvstore("pin", file, "--ttl", "5").stdout.splitlines()
+    assert text[0].endswith(": 3 blocks for 5 s")
+    assert text[1] == "prompt 1: nothing is stored"
+    assert text[2].startswith("tenant default has 24.0 KiB pinned of the ")
+    number = done["pins"][0]["id"]
+    assert kvstore.json("unpin", str(number), "7") == {
+        "unpinned": [number], "not_found": [7], "n_pins": 1, "pinned_bytes": 3 * 8192,
+        "pin_max_bytes": done["pin_max_bytes"],
+    }  # fmt: skip
+    mine = client.open(NAMESPACE).pin(prompt(1))
+    assert kvstore("unpin", "--all").stdout.startswith("1 of 1 pins let go of; tenant default has 8.0 KiB pinned")
+    assert client.unpin(mine.id)
+    assert "give the ids of pins, or --all" in kvstore("unpin", code=2).stderr
+
+
+def test_a_pin_of_another_tenant_s_stays(kvstore: Command, client: Client) -> None:
+    store(client, NAMESPACE, 3)
+    done = kvstore.json("pin", kvstore.tokens("p.jsonl", prompt(3)))
+    number = str(done["pins"][0]["id"])
+    assert kvstore.json("unpin", number, "--tenant", "b")["not_found"] == [int(number)]
+    assert client.stats()["pins"] == 1
+
+
+def test_requests_are_recorded_until_there_are_enough(kvstore: Command, client: Client, tmp_path: Path) -> None:
+    store(client, NAMESPACE, 3)
+    done: list[Any] = []
+    trace = tmp_path / "mine.jsonl"
+    recording = threading.Thread(
+        target=lambda: done.append(kvstore.json("record", str(trace), "--count", "2", "--for", "60"))
+    )
+    recording.start()
+    handle = client.open(NAMESPACE)
+    while recording.is_alive():
+        with handle.lease(prompt(2)):
+            recording.join(0.05)
+    assert done == [{"requests": 2, "unique_blocks": 2, "lost_requests": 0}]
+    assert [line["hash_ids"] for line in map(json.loads, trace.read_text().splitlines())] == [[0, 1]] * 2
+    plan = kvstore.json("plan", str(trace), "--policy", "lru", "--percent", "100")
+    assert plan["unique_blocks"] == 2
+    assert "exists: give another name" in kvstore("record", str(trace), code=2).stderr
+    nothing = kvstore("record", str(tmp_path / "none.jsonl"), "--for", "0").stdout
+    assert nothing.startswith("0 requests of 0 different blocks are in ")
+
+
 def test_explain_says_why_a_prompt_misses_and_ends_well(kvstore: Command, client: Client) -> None:
     store(client, NAMESPACE, 3)
     other = prompt(4)
@@ -186,7 +240,8 @@ def test_explain_says_why_a_prompt_misses_and_ends_well(kvstore: Command, client
     assert text[1].startswith("block 2 (tokens 8 to 11) was never stored, since the daemon started ")
     assert text[-1].startswith("what to do: hits need equal tokens")
     store(client, OTHER, 1)
-    salted = kvstore.json("explain", file, "--salt", "x", "--model", "qwen")
+    assert kvstore.json("explain", file, "--salt", "x", "--model", "qwen")["roots"] == []
+    salted = kvstore.json("explain", file, "--salt", "x", "--model", "qwen", "--other-salts")
     assert [(near["digest"], near["n_matching"]) for near in salted["namespaces"]] == []
     assert [(root["salt_differs"], root["n_matching"]) for root in salted["roots"]] == [(True, 1)]
     assert "2 namespaces fit" in kvstore("explain", file, code=2).stderr

@@ -10,6 +10,7 @@ import pytest
 from kvstore.client import NamespaceHandle
 from kvstore.config import PinOptions, TenantOptions
 from kvstore.errors import BadInputError
+from kvstore.store import pins
 from kvstore.types import KVSpec, Namespace
 
 BLOCK_BYTES, BLOCK_TOKENS, MIB = 16384, 16, 1 << 20
@@ -121,3 +122,37 @@ def test_pins_end_with_their_client(serve: Any, wait_until: Any) -> None:
             ns.pin(tokens(2), ttl_s=600.0)
             assert other.stats()["pinned_bytes"] == 2 * BLOCK_BYTES
         wait_until(lambda: other.stats()["pinned_bytes"] == 0, "the pins of a client that is gone end")
+
+
+def test_pins_are_bounded_in_number_too(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins, "PINS_PER_TENANT_MAX", 3)
+    monkeypatch.setattr(pins, "PIN_ENTRIES_PER_TENANT_MAX", 10)
+    place = serve()
+    with place.connect() as client, place.connect() as other:
+        ns, again = client.open(Namespace("m", SPEC)), other.open(Namespace("m", SPEC))
+        put(ns, 8)
+        first = ns.pin(tokens(8))
+        with pytest.raises(BadInputError, match="has 1 pins of 8 blocks in all, the most are 3 of 10"):
+            again.pin(tokens(8)[: 3 * BLOCK_TOKENS])
+        again.pin(tokens(8)[:BLOCK_TOKENS])
+        again.pin(tokens(8)[:BLOCK_TOKENS])
+        with pytest.raises(BadInputError, match="has 3 pins of 10 blocks in all"):
+            ns.pin(tokens(8)[:BLOCK_TOKENS])
+        assert ns.unpin(first)
+        assert ns.pin(tokens(8)[:BLOCK_TOKENS]).n_blocks == 1
+        assert client.tenants()[0].n_pins == 3
+
+
+def test_a_kept_pin_outlives_its_client_and_is_its_tenant_s(serve: Any, wait_until: Any) -> None:
+    place = serve()
+    with place.connect() as other, place.connect(tenant="b") as foreign:
+        with place.connect() as client:
+            ns = client.open(Namespace("m", SPEC))
+            put(ns, 2)
+            kept, own = ns.pin(tokens(2), keep=True, ttl_s=600.0), ns.pin(tokens(2), ttl_s=600.0)
+            assert not other.unpin(own.id), "another client's, while it is there"
+        wait_until(lambda: other.stats()["pins"] == 1, "the pin of the client that is gone ends")
+        assert not foreign.unpin(kept.id)
+        assert other.unpin(kept.id)
+        assert not other.unpin(kept.id)
+        assert other.stats()["pinned_bytes"] == 0

@@ -19,6 +19,7 @@ from kvstore.client.mapping import Regions, map_regions
 from kvstore.errors import UnavailableError
 from kvstore.server.lingering import LOOK_S, Lingering
 from kvstore.server.session import Session, Sessions
+from kvstore.store.mapped import Mapped
 from kvstore.tiers import memfd
 from kvstore.tiers.dram import DramTier
 from kvstore.wire import kvstore_pb2 as pb
@@ -107,7 +108,7 @@ def test_one_that_came_back_meanwhile_keeps_what_it_has() -> None:
             dram.add_mapper(region_id, 7)
             session = Session(7, "a", "c", process.pid, os.pidfd_open(process.pid), 0.0)
             sessions.adopt(session, lambda _: None)
-            lingering = Lingering(loop, sessions, dram, ended.append, lambda: None)
+            lingering = Lingering(loop, sessions, Mapped(dram, None), ended.append, lambda: None)
             for now_s, returns in ((0.0, True), (LOOK_S, False)):
                 lingering.tick(now_s)
                 assert lingering._lives

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore.offload import WritePolicy
+from kvstore.store.hierarchy import WriteBehind
 from tests.store.rig import Rig
+from tests.store.two_tier import Settings, Sizes, TwoTierRig
 
 
 @pytest.fixture
@@ -34,3 +38,20 @@ def rig(make_rig: Callable[..., Rig]) -> Rig:
 def rig_class() -> type[Rig]:
     """For tests that make and close many."""
     return Rig
+
+
+@pytest.fixture
+def two_tiers(tmp_path: Path) -> Iterator[Callable[..., TwoTierRig]]:
+    """``two_tiers(policy, queue_bytes)``: each is checked and closed at the end, unless it has ended."""
+    made: list[TwoTierRig] = []
+
+    def make(policy: WritePolicy = WritePolicy.THROUGH, queue_bytes: int = 1 << 20, **sizes: Any) -> TwoTierRig:
+        settings = Settings(Sizes(**sizes), WriteBehind(policy, queue_bytes_max=queue_bytes))
+        made.append(TwoTierRig(tmp_path / str(len(made)), settings))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        if not rig.ended:
+            rig.settle()
+            rig.close()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from kvstore.native import Mapping
+from kvstore.native import Mapping, numa
 from kvstore.tiers import source as source_module
 from kvstore.tiers.region import Region
 from kvstore.tiers.source import RegionSource
@@ -244,3 +245,42 @@ def test_close_ends_the_thread_and_closes_what_is_raw() -> None:
     assert not any(thread.name == "kvstore-prefault" for thread in threading.enumerate())
     assert open_files() == before
     assert not source.wait_prefaulted(0)
+
+
+def policies_of(regions: list[Region]) -> list[str]:
+    """What the kernel has been asked for at the end of each region, by mappings of their last pages."""
+    tails = [Mapping(region.fd, PAGE, writable=True, offset_bytes=region.size_bytes - PAGE) for region in regions]
+    told = {int(line.split()[0], 16): line.split()[1] for line in Path("/proc/self/numa_maps").read_text().splitlines()}
+    return [told[tail.address] for tail in tails]
+
+
+@pytest.mark.skipif(numa.nodes() == (), reason="this kernel tells of no NUMA nodes")
+def test_every_region_is_asked_for_from_its_node_before_its_pages_are_filled() -> None:
+    node = numa.nodes()[0]
+    source = RegionSource(12 * MIB, 4 * MIB, 4 * MIB, prefault=True, numa_node=node)
+    assert source.wait_prefaulted(60)
+    assert policies_of(source._raw) == [f"prefer:{node}"] * 3
+    for region in source._raw:
+        assert (numa.page_nodes(region.address, region.size_bytes) == node).all()
+    grown = take(source, 8 * MIB, 8 * MIB)
+    assert grown.populated_bytes == 4 * MIB
+    assert policies_of([grown]) == [f"prefer:{node}"]
+    grown.mapping.populate()
+    assert (numa.page_nodes(grown.address, grown.size_bytes) == node).all()
+    source.close()
+    fresh = RegionSource(MIB, MIB, MIB, prefault=False, numa_node=node)
+    assert policies_of([take(fresh, MIB, PAGE)]) == [f"prefer:{node}"]
+    fresh.close()
+    anywhere = RegionSource(MIB, MIB, MIB, prefault=False)
+    assert policies_of([take(anywhere, MIB, PAGE)]) == ["default"]
+    anywhere.close()
+
+
+def test_memory_that_cannot_be_placed_is_had_all_the_same_and_that_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = RegionSource(2 * MIB, MIB, MIB, prefault=False, numa_node=1023)
+    assert [take(source, MIB, PAGE).size_bytes for _ in range(2)] == [MIB, MIB]
+    assert [record.__dict__["event"] for record in caplog.records] == ["placing_failed"]
+    assert source.facts().failure == ""
+    source.close()

@@ -1,0 +1,116 @@
+"""Every way of moving bytes between host memory and a device, measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvstore.device.seam import Device
+from kvstore.engine_adapter.gpu.kernel_copies import SPREAD_BLOCKS, KernelCopies, move_pieces
+from kvstore.errors import DeviceError
+from kvstore.plan.bandwidth import REPEATS, SIZES, TOTAL_BYTES, BandwidthTable, copy_movers, kernel_ends, measure
+from kvstore.plan.ways import Mover, Pieces, Way
+
+_TABLES = 2
+_OWN_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured: sizes of pieces, bytes a timing moves, timings."""
+
+    sizes: Sequence[int] = SIZES
+    total_bytes: int = TOTAL_BYTES
+    repeats: int = REPEATS
+
+
+SMALL = Effort((4096, 16 << 10, 64 << 10), 128 << 10, 3)
+"""For a simulated device, whose kernels run at some MB/s."""
+
+
+def effort_for(device: Device) -> Effort:
+    """As much as takes some seconds."""
+    return Effort() if device.facts.kind == "cuda" else SMALL
+
+
+def measure_ways(device: Device, effort: Effort) -> BandwidthTable:
+    """The table of a device by all ways; those with kernels are absent where kernels can't be had. Blocks."""
+    absent = {way: why for way in (Way.KERNEL, Way.ZERO_COPY) if (why := _kernels_missing(device))}
+    with _movers(device, effort, with_kernels=not absent) as movers:
+        return measure(
+            device, movers, sizes=effort.sizes, total_bytes=effort.total_bytes, repeats=effort.repeats, absent=absent
+        )
+
+
+def measure_own_gb_per_s(device: Device, effort: Effort) -> float:
+    """How fast the device reads its own memory: twice what a copy inside of it reaches, which reads and writes."""
+    n_bytes = min(_OWN_BYTES, device.facts.total_bytes // 8) if effort.total_bytes >= TOTAL_BYTES else effort.total_bytes
+    stream, memory = device.stream(), device.malloc(2 * n_bytes)
+    try:
+        device.fill(memory + n_bytes, 1, n_bytes, stream)
+        device.sync_stream(stream)
+        seconds = []
+        for _ in range(effort.repeats + 1):
+            begun_s = time.perf_counter()
+            device.copy(memory, memory + n_bytes, n_bytes, stream)
+            device.sync_stream(stream)
+            seconds.append(time.perf_counter() - begun_s)
+    finally:
+        device.free(memory)
+        device.free_stream(stream)
+    return 2 * n_bytes / float(np.median(seconds[1:])) / 1e9
+
+
+def figures(table: BandwidthTable) -> list[dict[str, Any]]:
+    """One row for each way, direction and size: GB/s, and the share of the best that was measured that way round."""
+    return [
+        {
+            "direction": str(direction),
+            "way": str(way),
+            "piece_bytes": size,
+            "gb_per_s": rate,
+            "share_of_link": rate / table.link_gb_per_s(direction),
+        }
+        for (direction, way), curve in table.curves.items()
+        for size, rate in zip(curve.piece_bytes, curve.measured_gb_per_s, strict=True)
+    ]
+
+
+def _kernels_missing(device: Device) -> str:
+    """Why kernels can't be had, or empty: tried with one that copies 16 bytes."""
+    stream = device.stream()
+    memory = device.malloc(32)
+    try:
+        with KernelCopies(device, 1, 1) as kernels:
+            device.fill(memory, 1, 32, stream)
+            ends = (np.array([address], np.uint64) for address in (memory, memory + 16))
+            kernels.copy(*ends, np.array([16], np.uint64), stream, blocks=1)
+            device.sync_stream(stream)
+    except DeviceError as error:
+        return str(error)
+    finally:
+        device.free(memory)
+        device.free_stream(stream)
+    return ""
+
+
+@contextmanager
+def _movers(device: Device, effort: Effort, *, with_kernels: bool) -> Iterator[dict[Way, Mover]]:
+    found = copy_movers(device)
+    with KernelCopies(device, effort.total_bytes // min(effort.sizes), _TABLES) as kernels:
+        if with_kernels:
+            found |= {Way.KERNEL: partial(move_pieces, kernels), Way.ZERO_COPY: partial(_in_place, kernels)}
+        yield found
+
+
+def _in_place(kernels: KernelCopies, pieces: Pieces, stream: int) -> None:
+    """As kernels that work on mapped memory read it: with many threads."""
+    to, come_from = kernel_ends(pieces)
+    sizes = np.full(len(to), pieces.piece_bytes, np.uint64)
+    kernels.copy(to, come_from, sizes, stream, blocks=SPREAD_BLOCKS)

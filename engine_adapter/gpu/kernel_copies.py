@@ -1,0 +1,102 @@
+"""Copies by kernel: tables of runs on their way to the device, one launch each."""
+
+from __future__ import annotations
+
+import time
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.device.copy_kernels import COPY_BLOCKS, copy, table_of_runs
+from kvstore.device.seam import Device
+from kvstore.engine_adapter.gpu.rings import DeviceRing, HostRing
+from kvstore.plan.bandwidth import kernel_ends
+from kvstore.plan.ways import Pieces
+
+Addresses = NDArray[np.uint64]
+
+_RUN_WORDS = 6
+"""Three a run; twice that, as long ones are cut to what is usual in the table, at most to as many again."""
+_PLANE_WORDS = 2
+_ABSOLUTE = np.zeros(1, np.uint64)
+SPREAD_BLOCKS = 64
+"""Inside of device memory more threads are needed than over a link."""
+
+
+class KernelCopies:
+    """``tables`` launches of up to ``runs_max`` runs may be under way; memory for them is had when first needed.
+
+    For one thread at a time. Also a context.
+    """
+
+    def __init__(self, device: Device, runs_max: int, tables: int) -> None:
+        self._device = device
+        self._table_bytes = 8 * (_PLANE_WORDS + _RUN_WORDS * runs_max)
+        self._tables = tables
+        self._rings: tuple[HostRing, DeviceRing] | None = None
+
+    def copy(self, to: Addresses, come_from: Addresses, sizes: Addresses, stream: int, *, blocks: int) -> None:
+        """Give one launch to a stream: runs of ``sizes`` bytes between addresses for kernels, uint64 [n] each.
+
+        Blocks while all tables are under way.
+        """
+        if self._rings is None:
+            self._rings = (
+                HostRing(self._device, self._table_bytes, self._tables),
+                DeviceRing(self._device, self._table_bytes, self._tables),
+            )
+        host, device = self._rings
+        table = table_of_runs(_ABSOLUTE, _ABSOLUTE, to.view(np.int64), come_from.view(np.int64), sizes)
+        here, there = host.take_for_host(), device.take(stream)
+        n_bytes = table.words.nbytes
+        host.buffer.array[here.start : here.start + n_bytes] = table.words.view(np.uint8)
+        self._device.copy(there.address, here.address, n_bytes, stream)
+        copy(self._device, table, there.device_address, stream, blocks)
+        host.used(here, stream)
+        device.used(there, stream)
+
+    def close(self) -> None:
+        """Give the memory back; waits for the device."""
+        rings, self._rings = self._rings, None
+        for ring in rings or ():
+            ring.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def move_pieces(kernels: KernelCopies, pieces: Pieces, stream: int) -> None:
+    """A ``plan.ways.Mover``, with its tables."""
+    to, come_from = kernel_ends(pieces)
+    sizes = np.full(len(to), pieces.piece_bytes, np.uint64)
+    kernels.copy(to, come_from, sizes, stream, blocks=COPY_BLOCKS)
+
+
+def measure_spread(device: Device, kernels: KernelCopies, piece_bytes: int, total_bytes: int, repeats: int) -> float:
+    """GB/s at which a kernel moves small pieces inside of device memory, of which twice ``total_bytes`` are used."""
+    n = total_bytes // piece_bytes
+    sizes = np.full(n, piece_bytes, np.uint64)
+    in_order = np.arange(n, dtype=np.uint64) * np.uint64(piece_bytes)
+    mixed = np.random.default_rng(0).permutation(in_order)
+    stream = device.stream()
+    try:
+        memory = device.malloc(2 * total_bytes)
+        try:
+            to, come_from = np.uint64(memory) + in_order, np.uint64(memory + total_bytes) + mixed
+            device.fill(memory + total_bytes, 1, total_bytes, stream)
+            seconds = []
+            for _ in range(repeats + 1):
+                device.sync_stream(stream)
+                begun_s = time.perf_counter()
+                kernels.copy(to, come_from, sizes, stream, blocks=SPREAD_BLOCKS)
+                device.sync_stream(stream)
+                seconds.append(time.perf_counter() - begun_s)
+        finally:
+            device.free(memory)
+    finally:
+        device.free_stream(stream)
+    return n * piece_bytes / float(np.median(seconds[1:])) / 1e9

@@ -1,0 +1,200 @@
+"""One stream and the bounded memory that copies on it pass through.
+
+Host memory that is registered is read and written by the device itself, by the route that is expected to take least.
+What is not registered goes through pinned memory of the lane ("bounced"), with one more copy by the processor.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore import native
+from kvstore.device.seam import Device
+from kvstore.engine_adapter.counters import SharedCounters
+from kvstore.engine_adapter.gpu.choice import Choice, Route
+from kvstore.engine_adapter.gpu.copies import Addresses, Copies, packed
+from kvstore.engine_adapter.gpu.kernel_copies import COPY_BLOCKS, SPREAD_BLOCKS, KernelCopies
+from kvstore.engine_adapter.gpu.pinned_regions import PinnedRegions
+from kvstore.engine_adapter.gpu.rings import DeviceRing, HostRing, Piece
+from kvstore.plan.ways import Direction
+
+Going = Callable[[], bool]
+
+GIVEN_BYTES_MAX = 32 << 20
+"""What is given to the device between two looks at whether to go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSizes:
+    """Of one lane: ``pieces`` pieces each of device memory and of pinned host memory, had when first needed, and as
+    many tables of ``table_runs`` runs."""
+
+    piece_bytes: int = 8 << 20
+    pieces: int = 2
+    table_runs: int = 16 << 10
+
+
+class Lane:
+    """See the module. Any thread; copies are given one call after the other."""
+
+    def __init__(
+        self,
+        device: Device,
+        pinned: PinnedRegions,
+        direction: Direction,
+        choice: Choice,
+        sizes: LaneSizes,
+        counters: SharedCounters,
+    ) -> None:
+        self.stream = device.stream()
+        self.direction = direction
+        self.n_calls = 0
+        self._device, self._pinned = device, pinned
+        self._choice, self._sizes, self._counters = choice, sizes, counters
+        self._giving = threading.Lock()
+        self._kernels = KernelCopies(device, sizes.table_runs, sizes.pieces)
+        self._staging: DeviceRing | None = None
+        self._bounce: HostRing | None = None
+
+    def give(self, copies: Copies, end: int, going: Going) -> tuple[bool, list[Piece], set[Route]]:
+        """Give copies to the device, and record the event ``end`` behind them. Blocks for pinned memory that is in use.
+
+        Whether all were given; pieces that ``finish`` must be called for; and how they go.
+        """
+        given = _Given(going)
+        with self._giving:
+            self.n_calls += 1
+            try:
+                with self._pinned.use(copies.host, copies.sizes) as use:
+                    registered = use.mapped != 0
+                    if registered.all():
+                        self._move(copies, use.mapped, given)
+                    elif registered.any():
+                        self._move(copies.chosen(registered), use.mapped[registered], given)
+                if not registered.all():
+                    self._bounced(copies.chosen(~registered), given)
+            finally:
+                self._device.record(end, self.stream)
+        return given.all_given, given.to_finish, given.routes
+
+    def finish(self, piece: Piece) -> None:
+        """Wait for a piece's use, and let the processor copy what it has to. Raises DeviceError."""
+        with self._giving:
+            if self._bounce is not None:
+                self._bounce.finish(piece)
+
+    def close(self) -> None:
+        """Wait for the device and give everything back."""
+        with self._giving:
+            self._device.sync_stream(self.stream)
+            for ring in (self._staging, self._bounce):
+                if ring is not None:
+                    ring.close()
+            self._kernels.close()
+            self._device.free_stream(self.stream)
+
+    # Inside --------------------------------------------------------------------------------------
+
+    def _move(self, copies: Copies, mapped: Addresses, given: _Given) -> None:
+        """Copies whose host memory is registered, and lies at ``mapped`` for kernels."""
+        if not len(copies) or not given.going():
+            return
+        route = self._choice.route(self.direction, copies.n_bytes, len(copies), n_spans(copies))
+        given.routes.add(route)
+        self._counters.add(f"{self.direction}_{route}_bytes", copies.n_bytes)
+        if route is Route.DIRECT:
+            for piece in given.while_going(copies.pieces(GIVEN_BYTES_MAX, self._sizes.table_runs)):
+                self._copy(piece.host, piece.device, piece.sizes)
+        elif route is Route.KERNEL:
+            seen = Copies(mapped, copies.device, copies.sizes)
+            for piece in given.while_going(seen.pieces(GIVEN_BYTES_MAX, self._sizes.table_runs)):
+                self._by_kernel(piece.host, piece.device, piece.sizes, COPY_BLOCKS)
+        else:
+            self._staged(copies, given)
+
+    def _staged(self, copies: Copies, given: _Given) -> None:
+        if self._staging is None:
+            self._staging = DeviceRing(self._device, self._sizes.piece_bytes, self._sizes.pieces)
+        for part in given.while_going(copies.pieces(self._staging.piece_bytes, self._sizes.table_runs)):
+            packing = packed(part)
+            piece = self._staging.take(self.stream)
+            start = np.uint64(piece.address)
+            if self.direction is Direction.LOAD:
+                self._copy(packing.starts, start + packing.offsets, packing.sizes)
+                self._by_kernel(start + packing.at, part.device, part.sizes, SPREAD_BLOCKS)
+            else:
+                self._by_kernel(start + packing.at, part.device, part.sizes, SPREAD_BLOCKS)
+                self._copy(packing.starts, start + packing.offsets, packing.sizes)
+            self._staging.used(piece, self.stream)
+
+    def _bounced(self, copies: Copies, given: _Given) -> None:
+        if not given.going():
+            return
+        if self._bounce is None:
+            self._bounce = HostRing(self._device, self._sizes.piece_bytes, self._sizes.pieces)
+        self._counters.add(f"{self.direction}_bounced_bytes", copies.n_bytes)
+        for part in given.while_going(copies.pieces(self._bounce.piece_bytes, self._sizes.table_runs)):
+            packing = packed(part)
+            piece = self._bounce.take_for_host()
+            ours = np.uint64(piece.address) + packing.offsets
+            here = Copies(np.uint64(piece.address) + packing.at, part.device, part.sizes)
+            if self.direction is Direction.LOAD:
+                native.copy_batch(ours, packing.starts, packing.sizes)
+            try:
+                self._move(here, np.uint64(piece.device_address) + packing.at, given)
+            finally:
+                if self.direction is Direction.LOAD:
+                    self._bounce.used(piece, self.stream)
+                else:
+                    self._bounce.used(piece, self.stream, _Drain(packing.starts, ours, packing.sizes))
+                    given.to_finish.append(piece)
+
+    def _copy(self, host: Addresses, device: Addresses, sizes: Addresses) -> None:
+        to, come_from = (device, host) if self.direction is Direction.LOAD else (host, device)
+        self._device.copy_batch(to, come_from, sizes, self.stream)
+
+    def _by_kernel(self, packed_at: Addresses, pages: Addresses, sizes: Addresses, blocks: int) -> None:
+        to, come_from = (pages, packed_at) if self.direction is Direction.LOAD else (packed_at, pages)
+        self._kernels.copy(to, come_from, sizes, self.stream, blocks=blocks)
+
+
+class _Given:
+    """What became of one call."""
+
+    def __init__(self, going: Going) -> None:
+        self.all_given = True
+        self.to_finish: list[Piece] = []
+        self.routes: set[Route] = set()
+        self._going = going
+
+    def going(self) -> bool:
+        self.all_given = self.all_given and self._going()
+        return self.all_given
+
+    def while_going(self, parts: Iterator[Copies]) -> Iterator[Copies]:
+        for part in parts:
+            if not self.going():
+                return
+            yield part
+
+
+@dataclass(frozen=True, slots=True)
+class _Drain:
+    """Copies that the processor makes when those of the device are over."""
+
+    to: Addresses
+    come_from: Addresses
+    sizes: Addresses
+
+    def __call__(self) -> None:
+        native.copy_batch(self.to, self.come_from, self.sizes)
+
+
+def n_spans(copies: Copies) -> int:
+    """How many contiguous spans of host memory these are; they are in the order of their host addresses."""
+    ends = np.maximum.accumulate(copies.host + copies.sizes)
+    return 1 + int(np.count_nonzero(copies.host[1:] > ends[:-1]))

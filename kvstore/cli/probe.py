@@ -1,0 +1,171 @@
+"""``kvstore probe``: what this machine can do for a store, and which way KV should take to its GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvstore.bench.device_packages import installed_packages
+from kvstore.bench.device_ways import effort_for, figures, measure_own_gb_per_s, measure_ways
+from kvstore.bench.kv_sizes import MODELS, bytes_per_token
+from kvstore.bench.model_costs import cost_of
+from kvstore.bench.report import print_tables
+from kvstore.cli.params import SIZE, json_option
+from kvstore.cli.probe_machine import disk_facts, host_facts, missing_support, registration_facts
+from kvstore.cli.probe_tables import probe_tables
+from kvstore.device.choose import open_device
+from kvstore.device.seam import Device
+from kvstore.errors import BadInputError, DeviceError
+from kvstore.plan.calibration import Calibration
+from kvstore.plan.links import GpuLink, Links, read_links
+from kvstore.plan.recompute import Prefill, Verdict, load_or_recompute
+from kvstore.plan.regime import Advisor, Facts
+from kvstore.plan.uses import BLOCK_BYTES, USES, advice, for_tokens
+from kvstore.plan.ways import STAGED, Direction
+
+COPY_BYTES = 64 << 20
+JUDGED_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """What loading is compared with: computing KV of ``token_bytes`` a token."""
+
+    token_bytes: int
+    prefill: Prefill
+
+
+@click.command("probe", short_help="Show what this machine can do, and how KV should get to its GPU.")
+@click.option(
+    "--device",
+    "device_name",
+    help="Measure this one: cuda:1, or simulated to try without a GPU.  [default: cuda:0 if there is one]",
+)
+@click.option(
+    "--nvme-dir", type=click.Path(path_type=Path, file_okay=False, exists=True), help="Measure the disk there, too."
+)
+@click.option("--disk-bytes", type=SIZE, default="256MiB", show_default=True, help="How large a file for that.")
+@click.option("--model", type=click.Choice(MODELS), help="Compare with computing this model's KV again,")
+@click.option(
+    "--prefill-tokens-per-s", type=click.FloatRange(min=0, min_open=True), help="where the engine computes so many"
+)
+@click.option("--prefill-tokens", type=click.IntRange(1), default=8192, show_default=True, help="of prompts so long.")
+@json_option
+def probe_command(
+    device_name: str | None,
+    nvme_dir: Path | None,
+    disk_bytes: int,
+    model: str | None,
+    prefill_tokens_per_s: float | None,
+    prefill_tokens: int,
+    as_json: bool,
+) -> None:
+    """Show what this machine can do for a store: memory, disk, GPUs and their links, what each way of moving KV
+    between host and GPU reaches, and which to take for typical uses, with reasons.
+
+    Without a GPU it says what is missing; --device simulated takes the same steps over a simulated one.
+    """
+    if (model is None) != (prefill_tokens_per_s is None):
+        raise BadInputError("to compare with computing KV again, give both --model and --prefill-tokens-per-s")
+    computing = None
+    if model is not None and prefill_tokens_per_s is not None:
+        prefill = Prefill.measured(cost_of(model), prefill_tokens, prefill_tokens / prefill_tokens_per_s)
+        computing = Computing(bytes_per_token(model), prefill)
+    links = read_links()
+    found: dict[str, Any] = {
+        "host": host_facts(COPY_BYTES),
+        "support": {"installed": installed_packages(), "missing": missing_support()},
+        "links": _links_dict(links),
+    }
+    if nvme_dir is not None:
+        found["disk"] = disk_facts(nvme_dir, disk_bytes)
+    found["device"] = _device(device_name, links, computing)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        print_tables(probe_tables(found))
+
+
+def _links_dict(links: Links) -> dict[str, Any]:
+    gpus = [
+        asdict(gpu) | {"pcie_gb_per_s": gpu.pcie_gb_per_s, "link": gpu.words, "same_switch": list(gpu.same_switch)}
+        for gpu in links.gpus
+    ]
+    return {"gpus": gpus, "driver": links.driver, "cuda": links.cuda, "absent": links.absent}
+
+
+def _device(name: str | None, links: Links, computing: Computing | None) -> dict[str, Any]:
+    """What measuring a device gave, or why none was. One that was asked for by name must be there."""
+    if name is None and not links.gpus:
+        return {"absent": "none: no GPU was found; --device simulated shows what would be measured"}
+    try:
+        device = open_device(name or "cuda:0")
+    except DeviceError as error:
+        if name is not None:
+            raise
+        return {"absent": str(error)}
+    try:
+        return _measured(device, links, computing)
+    finally:
+        device.close()
+
+
+def _measured(device: Device, links: Links, computing: Computing | None) -> dict[str, Any]:
+    effort = effort_for(device)
+    registration = registration_facts(device)
+    table = measure_ways(device, effort)
+    own_gb_per_s = measure_own_gb_per_s(device, effort)
+    link = _link_of(device, links)
+    facts = Facts.of(
+        link, can_map=registration["sealed"], cannot_map_reason=registration["reason"], gpu_gb_per_s=own_gb_per_s
+    )
+    calibration = Calibration(table)
+    advisor = Advisor(calibration, facts, computing.prefill if computing is not None else None)
+    uses = for_tokens(computing.token_bytes) if computing is not None else USES
+    told = {
+        **{field: getattr(device.facts, field) for field in ("kind", "name", "uuid", "ordinal", "total_bytes")},
+        "link": link.words if link is not None else "not told by NVML",
+        "registration": registration,
+        "own_gb_per_s": own_gb_per_s,
+        "bandwidth": table.to_dict(),
+        "figures": figures(table),
+        "advice": [
+            {
+                "use": use.what,
+                "recommended": said.option.name if said.option is not None else None,
+                "expected_s": said.option.expected_s if said.option is not None else None,
+                "reasons": list(said.reasons),
+            }
+            for use, said in advice(advisor, uses)
+        ],
+    }
+    if computing is not None:
+        told["load_or_recompute"] = _verdict_dict(_verdict(calibration, computing))
+    return told
+
+
+def _link_of(device: Device, links: Links) -> GpuLink | None:
+    return next((gpu for gpu in links.gpus if gpu.uuid and _same_uuid(gpu.uuid, device.facts.uuid)), None)
+
+
+def _same_uuid(nvml: str, cuda: str) -> bool:
+    """NVML writes ``GPU-`` before it; how CUDA's is written depends on who made a text of it."""
+    plain, other = (each.lower().removeprefix("gpu-").replace("-", "") for each in (nvml, cuda))
+    return plain == other
+
+
+def _verdict(calibration: Calibration, computing: Computing) -> Verdict:
+    """Of a prompt's first tokens, loaded in blocks by the best way."""
+    rate = max(calibration.rate(Direction.LOAD, way, BLOCK_BYTES) for way in STAGED)
+    return load_or_recompute(computing.prefill, computing.token_bytes / (rate * 1e9), 0, JUDGED_TOKENS)
+
+
+def _verdict_dict(verdict: Verdict) -> dict[str, Any]:
+    """JSON has no infinity: null is "from nowhere on"."""
+    plain: dict[str, Any] = {"tokens": JUDGED_TOKENS, **asdict(verdict)}
+    return {name: None if isinstance(value, float) and math.isinf(value) else value for name, value in plain.items()}

@@ -1,0 +1,139 @@
+"""Load or compute again: the closed formulas, and that they agree with sums over tokens."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.errors import BadInputError
+from kvstore.plan.recompute import Model, Prefill, break_even_tokens, load_or_recompute
+
+LLAMA_8B = Model(parameters=8.03e9, layers=32, query_heads=32, head_dim=128)
+
+models = st.builds(
+    Model,
+    parameters=st.floats(1e8, 1e12),
+    layers=st.integers(1, 128),
+    query_heads=st.integers(1, 128),
+    head_dim=st.integers(32, 256),
+)
+rates = st.floats(1e12, 1e16)
+
+
+def token_s(prefill: Prefill, position: float) -> float:
+    """As published: [2N + 4 L Hq dh p] / (F MFU)."""
+    model = prefill.model
+    flops = 2 * model.parameters + 4 * model.layers * model.query_heads * model.head_dim * position
+    return flops / prefill.flops_per_s
+
+
+@given(models, rates, st.integers(0, 1000), st.integers(0, 300))
+def test_a_range_takes_what_its_tokens_take(model: Model, rate: float, start: int, tokens: int) -> None:
+    prefill = Prefill(model, rate)
+    summed = math.fsum(token_s(prefill, position + 0.5) for position in range(start, start + tokens))
+    assert prefill.expected_s(start, start + tokens) == pytest.approx(summed, rel=1e-9)
+
+
+@given(models, rates, st.floats(0.01, 0.99))
+def test_tokens_are_loaded_as_fast_as_computed_at_the_break_even_and_prefixes_at_twice_it(
+    model: Model, rate: float, kappa: float
+) -> None:
+    prefill = Prefill(model, rate)
+    load_token_s = token_s(prefill, 0) / kappa
+    verdict = load_or_recompute(prefill, load_token_s, 0, 1)
+    assert verdict.kappa == pytest.approx(kappa)
+    assert verdict.pays_from_token == pytest.approx(model.knee_tokens * (1 / kappa - 1))
+    assert token_s(prefill, verdict.pays_from_token) == pytest.approx(load_token_s)
+    length = verdict.pays_from_prefix_tokens
+    assert length == pytest.approx(2 * verdict.pays_from_token)
+    assert prefill.expected_s(0, length) == pytest.approx(load_token_s * length)
+    longer, shorter = math.ceil(length * 1.01) + 1, math.floor(length * 0.99) - 1
+    assert load_or_recompute(prefill, load_token_s, 0, longer).load
+    if shorter > 0:
+        assert not load_or_recompute(prefill, load_token_s, 0, shorter).load
+
+
+@given(models, rates, st.floats(1e-9, 1e-2), st.integers(0, 100_000), st.integers(1, 100_000), st.floats(1.0, 100.0))
+def test_a_faster_link_never_speaks_for_computing(
+    model: Model, rate: float, load_token_s: float, start: int, tokens: int, faster: float
+) -> None:
+    prefill = Prefill(model, rate)
+    slow = load_or_recompute(prefill, load_token_s, start, start + tokens)
+    fast = load_or_recompute(prefill, load_token_s / faster, start, start + tokens)
+    assert fast.load >= slow.load
+    assert fast.pays_from_token <= slow.pays_from_token
+
+
+@given(models, rates, st.floats(1e-9, 1e-2), st.integers(0, 100_000), st.integers(1, 10_000), st.integers(1, 100_000))
+def test_a_later_range_never_speaks_for_computing(
+    model: Model, rate: float, load_token_s: float, start: int, tokens: int, later: int
+) -> None:
+    prefill = Prefill(model, rate)
+    early = load_or_recompute(prefill, load_token_s, start, start + tokens)
+    late = load_or_recompute(prefill, load_token_s, start + later, start + later + tokens)
+    assert late.load >= early.load
+
+
+def test_a_known_model_over_a_known_link() -> None:
+    """Llama-3.1-8B at 400 TFLOP/s, 128 KiB a token over 25 GB/s: computing the first token takes 7.7 times as long."""
+    prefill = Prefill(LLAMA_8B, 4e14)
+    verdict = load_or_recompute(prefill, 131072 / 25e9, 0, 8192)
+    assert verdict.kappa == pytest.approx(2 * 8.03e9 / 4e14 / (131072 / 25e9))
+    assert verdict.kappa == pytest.approx(7.66, abs=0.01)
+    assert (verdict.load, verdict.pays_from_token, verdict.pays_from_prefix_tokens) == (True, 0, 0)
+    assert LLAMA_8B.knee_tokens == pytest.approx(30_632, abs=1)
+    assert "7.66 times as fast" in verdict.reason
+
+
+def test_over_a_slow_link_it_says_from_which_prefix_on_loading_pays() -> None:
+    prefill = Prefill(LLAMA_8B, 4e14)
+    verdict = load_or_recompute(prefill, 131072 / 2e9, 0, 8192)
+    assert not verdict.load
+    assert verdict.pays_from_prefix_tokens == pytest.approx(2 * 30_632 * (1 / verdict.kappa - 1), rel=1e-4)
+    assert f"from a prefix of {verdict.pays_from_prefix_tokens:,.0f} tokens on" in verdict.reason
+
+
+def test_few_tokens_are_not_worth_a_transfer_however_fast_the_link() -> None:
+    verdict = load_or_recompute(Prefill(LLAMA_8B, 4e14), 1e-7, 0, 10, load_start_s=0.1)
+    assert (verdict.load, verdict.kappa > 1) == (False, True)
+    assert "not worth a transfer" in verdict.reason
+
+
+def test_a_measured_prefill_gives_its_own_time_back() -> None:
+    measured = Prefill.measured(LLAMA_8B, tokens=4096, took_s=0.25, start=1024)
+    assert measured.expected_s(1024, 5120) == pytest.approx(0.25)
+
+
+def test_where_nothing_is_loaded_loading_never_pays() -> None:
+    assert break_even_tokens(1000.0, 0.0) == math.inf
+    verdict = load_or_recompute(Prefill(LLAMA_8B, 4e14), math.inf, 0, 100)
+    assert (verdict.load, verdict.pays_from_token) == (False, math.inf)
+    assert "never pays" in verdict.reason
+
+
+def test_a_model_without_attention_never_gets_more_expensive() -> None:
+    state = Model(parameters=1e9, layers=0, query_heads=1, head_dim=1)
+    assert state.knee_tokens == math.inf
+    assert load_or_recompute(Prefill(state, 1e14), 1.0, 0, 1).pays_from_token == math.inf
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Model(0, 1, 1, 1),
+        lambda: Model(1e9, -1, 1, 1),
+        lambda: Prefill(LLAMA_8B, 0.0),
+        lambda: Prefill(LLAMA_8B, math.nan),
+        lambda: Prefill.measured(LLAMA_8B, 0, 1.0),
+        lambda: Prefill.measured(LLAMA_8B, 10, 0.0),
+        lambda: load_or_recompute(Prefill(LLAMA_8B, 1e14), -1.0, 0, 1),
+        lambda: load_or_recompute(Prefill(LLAMA_8B, 1e14), math.nan, 0, 1),
+        lambda: load_or_recompute(Prefill(LLAMA_8B, 1e14), 1.0, 5, 1),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong: object) -> None:
+    with pytest.raises(BadInputError):
+        wrong()  # type: ignore[operator]

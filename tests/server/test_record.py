@@ -1,0 +1,112 @@
+"""Recording requests through a real daemon, and what becomes of the recording as a trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.bench.plan import PlanOptions, make_plan
+from kvstore.bench.record import TraceLines
+from kvstore.bench.trace import load_trace
+from kvstore.client import Client
+from kvstore.client.recording import RecordedRequest, RequestsLost
+from kvstore.errors import UnavailableError
+from kvstore.hints import Hints
+from kvstore.store import request_log
+from kvstore.types import KVSpec, Namespace, Root
+
+BLOCK_BYTES = 4096
+DaemonFactory = Callable[..., Any]
+
+
+def namespace(tenant: str = "default") -> Namespace:
+    return Namespace(model="m", spec=KVSpec.opaque(4, BLOCK_BYTES), tenant=tenant)
+
+
+def ask(client: Client, *prompts: list[int], **more: Any) -> None:
+    handle = client.open(namespace(client.tenant))
+    for prompt in prompts:
+        with handle.lease(prompt, **more):
+            pass
+
+
+def requests_of(seen: list[RecordedRequest | RequestsLost]) -> list[RecordedRequest]:
+    assert all(isinstance(each, RecordedRequest) for each in seen)
+    return [each for each in seen if isinstance(each, RecordedRequest)]
+
+
+def test_a_recording_is_a_trace_that_can_be_planned_with(client: Client, tmp_path: Path) -> None:
+    handle = client.open(namespace())
+    recording = handle.record()
+    lines = TraceLines(4)
+    chat = {"hints": Hints(request_type="chat", turn=1, session_id="s")}
+    ask(client, [1, 2, 3, 4, 5, 6, 7, 8, 9], **chat)
+    handle.put([1, 2, 3, 4, 5, 6, 7, 8], np.zeros((2, BLOCK_BYTES), np.uint8))
+    ask(client, [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 0, 0], **chat)
+    ask(client, [1, 2, 3, 4], root=Root(salt="other"))
+    handle.match([7, 7])
+    path = tmp_path / "mine.jsonl"
+    seen = requests_of(recording.poll())
+    path.write_text("".join(map(lines.line, seen)))
+    assert recording.poll() == []
+    trace = load_trace(path)
+    assert trace.block_tokens == 4
+    assert [trace.ids(i).tolist() for i in range(4)] == [[0, 1, 2], [0, 1, 2], [0, 3], [4]]
+    assert trace.chained
+    assert trace.input_lengths.tolist() == [9, 9, 6, 4]
+    assert [(each.parent_chat_id, each.type, each.turn) for each in trace.requests] == [
+        (-1, "chat", 1), (0, "chat", 1), (1, "chat", 1), (-1, None, 0)
+    ]  # fmt: skip
+    assert trace.requests[0].timestamp_s == 0.0
+    assert (lines.n_requests, lines.n_unique_blocks) == (4, trace.unique_blocks)
+    options = PlanOptions(trace=path, policies=("lru",), percents=(100.0,))
+    plan = make_plan(options.load(), options)
+    assert plan.unique_blocks == 5
+
+
+def test_of_other_tenants_nothing_is_told(start_daemon: DaemonFactory) -> None:
+    daemon = start_daemon()
+    with Client(daemon.config.socket_path) as mine, Client(daemon.config.socket_path, "b") as other:
+        recording = mine.open(namespace()).record()
+        ask(other, [1, 2, 3, 4])
+        ask(mine, [1, 2, 3, 4])
+        assert len(recording.poll()) == 1
+        digest = namespace().digest()
+        other_recording = other.open(namespace("b")).record()
+        other_recording._ensure_open = lambda: digest
+        with pytest.raises(Exception, match="tenant 'b' has no open namespace"):
+            other_recording.poll()
+
+
+def test_a_restart_and_losses_are_told(start_daemon: DaemonFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_log, "REQUESTS_MAX", 2)
+    daemon = start_daemon()
+    with Client(daemon.config.socket_path) as client:
+        recording = client.open(namespace()).record()
+        ask(client, [1], [2], [3])
+        lost, *rest = recording.poll()
+        assert lost == RequestsLost(1)
+        assert len(requests_of(rest)) == 2
+        daemon.stop()
+        with pytest.raises(UnavailableError):
+            recording.poll()
+        start_daemon(socket_path=daemon.config.socket_path)
+        assert client.wait_healthy(20.0)
+        assert recording.poll() == [RequestsLost(None)]
+        ask(client, [4])
+        assert len(requests_of(recording.poll())) == 1
+
+
+def test_a_trace_says_its_block_size_in_lines_of_json() -> None:
+    lines = TraceLines(16)
+    request = RecordedRequest(5.0, 20, 3, "", 0, 0, np.array([1 << 63, 7], np.uint64))
+    plain = json.loads(lines.line(request))
+    assert plain == {
+        "chat_id": 0, "parent_chat_id": -1, "timestamp": 0.0, "input_length": 20, "output_length": 3, "type": None,
+        "turn": 0, "block_tokens": 16, "hash_ids": [0, 1],
+    }  # fmt: skip
