@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from kvstore.bench.client_process import CALLS, SLOT_BYTES, Phase, Prompts, Rounds, fill, work
 from kvstore.bench.crowd_echo import CrowdEcho
 from kvstore.bench.measure import Latency
+from kvstore.bench.policy_share import PolicyShare
 from kvstore.bench.processes import ChildWatch, Memory, memory_of, processor_s
 from kvstore.errors import BadInputError, UnavailableError
 
@@ -135,7 +136,8 @@ class BesideChildren:
 
 @dataclass(frozen=True, slots=True)
 class ClientsReport:
-    """Memory is that of the daemon's process before and after the clients' time."""
+    """Memory is that of the daemon's process before and after the clients' time. ``policy_us_per_block``: time that its
+    eviction policy worked meanwhile, over the blocks looked up to use them."""
 
     options: ClientsOptions
     fill_s: float
@@ -147,6 +149,7 @@ class ClientsReport:
     rounds_by_client: tuple[int, ...]
     timeline: tuple[tuple[float, float], ...]
     """Rounds a second, and p99 of a match in microseconds, in each of up to 60 equal parts of the time."""
+    policy_us_per_block: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -157,6 +160,7 @@ class ClientsReport:
         """JSON-able."""
         return {
             "mode": "clients", "options": asdict(self.options), "fill_s": self.fill_s, "ratio": self.ratio,
+            "policy_us_per_block": self.policy_us_per_block,
             "daemon": self.daemon.to_dict(), "echo": self.echo.to_dict(), "children": self.children.to_dict(),
             "memory": {"before": asdict(self.before), "after": asdict(self.after)},
             "rounds_by_client": list(self.rounds_by_client), "timeline": [list(each) for each in self.timeline],
@@ -180,7 +184,7 @@ def run(options: ClientsOptions, address: str, pid: int, step: Callable[[str], N
             step(f"{options.clients} clients of a bare echo server")
             first = crowd.phase(echo.pid)
             step(f"{options.clients} clients of the daemon for {options.seconds:g} s")
-            with ChildWatch(pid) as watch:
+            with ChildWatch(pid) as watch, PolicyShare(address) as policy:
                 main = crowd.phase(pid)
             step(f"{options.clients} clients of a bare echo server again")
             second = crowd.phase(echo.pid)
@@ -189,6 +193,7 @@ def run(options: ClientsOptions, address: str, pid: int, step: Callable[[str], N
     return ClientsReport(
         options, fill_s, main.served(), _together(first, second), main.beside(watch.spans_s), main.before, main.after,
         tuple(len(each.ends_s) for each in main.rounds), main.timeline(),
+        policy.us_per_block,
     )  # fmt: skip
 
 

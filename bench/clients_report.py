@@ -30,6 +30,7 @@ def clients_tables(report: ClientsReport) -> list[Table]:
         ("calls not answered as they should have been", [f"{report.daemon.n_lost:,}", ""]),
         ("processor of the server, of one core", [f"{side.server_share:.0%}" for side in sides]),
         ("processor of all clients, of one core", [f"{side.clients_share:.0%}" for side in sides]),
+        ("eviction policy, a block looked up", [f"{report.policy_us_per_block:.1f} µs", ""]),
         ("daemon's own memory, before -> after", [_grown(report.before.own_bytes, report.after.own_bytes), ""]),
         ("shared with clients, before -> after", [_grown(report.before.shared_bytes, report.after.shared_bytes), ""]),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-PACKAGES = ("nvidia-ml-py", "cuda-bindings", "cupy-cuda12x", "cupy-cuda13x", "triton", "torch")
+PACKAGES = ("nvidia-ml-py", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "triton", "torch")
 
 
 def installed_packages() -> dict[str, str]:

@@ -50,7 +50,9 @@ def measure_ways(device: Device, effort: Effort) -> BandwidthTable:
 
 def measure_own_gb_per_s(device: Device, effort: Effort) -> float:
     """How fast the device reads its own memory: twice what a copy inside of it reaches, which reads and writes."""
-    n_bytes = min(_OWN_BYTES, device.facts.total_bytes // 8) if effort.total_bytes >= TOTAL_BYTES else effort.total_bytes
+    n_bytes = (
+        min(_OWN_BYTES, device.facts.total_bytes // 8) if effort.total_bytes >= TOTAL_BYTES else effort.total_bytes
+    )
     stream, memory = device.stream(), device.malloc(2 * n_bytes)
     try:
         device.fill(memory + n_bytes, 1, n_bytes, stream)
@@ -89,8 +91,8 @@ def _kernels_missing(device: Device) -> str:
     try:
         with KernelCopies(device, 1, 1) as kernels:
             device.fill(memory, 1, 32, stream)
-            ends = (np.array([address], np.uint64) for address in (memory, memory + 16))
-            kernels.copy(*ends, np.array([16], np.uint64), stream, blocks=1)
+            to, come_from = (np.array([address], np.uint64) for address in (memory, memory + 16))
+            kernels.copy(to, come_from, np.array([16], np.uint64), stream, blocks=1)
             device.sync_stream(stream)
     except DeviceError as error:
         return str(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,14 @@ class Shape:
         """Of each page, in float16."""
         row = self.kv_heads * self.head_dim
         return PageLayout(
-            torch.float16, PAGE_TOKENS, self.kv_heads, self.head_dim, self.head_dim, row, self.head_dim, PAGE_TOKENS * row
+            torch.float16,
+            PAGE_TOKENS,
+            self.kv_heads,
+            self.head_dim,
+            self.head_dim,
+            row,
+            self.head_dim,
+            PAGE_TOKENS * row,
         )
 
     @property
@@ -73,7 +80,7 @@ def compare(device: Device) -> dict[str, Any]:
         q = torch.from_numpy(_queries(shape)).to(place)
         stream = device.stream()
         stack.callback(device.free_stream, stream)
-        stack.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(stream)) if on_gpu else nullcontext())
+        stack.enter_context(_torch_stream(stream) if on_gpu else nullcontext())
         own = torch.frombuffer(bytearray(host.array), dtype=torch.uint8).to(place)
         staged = torch.empty_like(own)
         stack.callback(device.sync_stream, stream)
@@ -123,6 +130,13 @@ def _timed(
         seconds.append(time.perf_counter() - begun_s)
     took_s = float(np.median(seconds))
     return {"took_s": took_s, "gb_per_s": shape.n_pages * shape.page_bytes / took_s / 1e9, "error": error}
+
+
+def _torch_stream(stream: int) -> AbstractContextManager[None]:
+    """A device's stream as torch's current one."""
+    external: Any = torch.cuda.ExternalStream
+    given: AbstractContextManager[None] = torch.cuda.stream(external(stream))
+    return given
 
 
 def _nothing() -> None:

@@ -1,4 +1,4 @@
-"""One check of everything that needs a GPU, within seven minutes: ``python bench/gpu_check.py`` or ``kvstore bench gpu``.
+"""All that needs a GPU, checked within seven minutes: ``python bench/gpu_check.py`` or ``kvstore bench gpu``.
 
 Each step is a process of its own with a time limit, and the report is written after each, so that a step that hangs,
 crashes or is killed costs nothing but itself. With ``device`` "simulated" the same steps run without a GPU, small: that
@@ -17,22 +17,37 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvstore.bench.report import write_json
-from kvstore.errors import BadInputError
+from kvstore.config import format_size
+from kvstore.errors import BadInputError, KVStoreError
 
 TOTAL_S = 400.0
 CHECKOUT = Path(__file__).resolve().parents[1]
-TESTS = ("tests/device/test_conformance.py", "tests/engine_adapter/gpu")
+TESTS = (
+    "tests/device/test_conformance.py",
+    "tests/device/kernels/test_copies.py",
+    "tests/device/kernels/test_pages.py",
+    "tests/engine_adapter/gpu",
+)
 TAIL_CHARS = 2000
 PAGE_BYTES, LARGE_BYTES = 16 << 10, 1 << 20
-WANTED = ((LARGE_BYTES, "staged", 0.9), (PAGE_BYTES, "staged", 0.7), (PAGE_BYTES, "zero-copy", 0.8))
-"""Least share of the link by pieces of at least so many bytes; of ``PAGE_BYTES`` by just those."""
+WANTED = (
+    ("bandwidth", LARGE_BYTES, "staged", 0.9),
+    ("bandwidth", PAGE_BYTES, "staged", 0.7),
+    ("bandwidth", PAGE_BYTES, "zero-copy", 0.8),
+    ("staged", LARGE_BYTES, "reader", 0.9),
+    ("staged", PAGE_BYTES, "reader", 0.7),
+)
+"""Of which step, by pieces of at least so many bytes (of ``PAGE_BYTES``: just those), the least share of the link."""
+WAYS = {"staged": ("copy", "batch", "kernel"), "zero-copy": ("zero-copy",), "reader": ("reader",)}
+DAEMON_STEPS = {"arena": "64MiB", "staged": "512MiB"}
+"""Those that need one, with so much DRAM."""
 SANITIZERS = ("memcheck", "racecheck")
 SANITIZER_FAILED = 99
 
@@ -54,6 +69,7 @@ STEPS = (
     Step("facts", 30.0),
     Step("bandwidth", 90.0),
     Step("arena", 45.0),
+    Step("staged", 60.0),
     Step("ipc", 45.0),
     Step("attention", 90.0),
     Step("kernels", 45.0),
@@ -94,33 +110,34 @@ def check(options: CheckOptions, daemon: Daemon, tell: Tell = lambda _: None) ->
         started_s = time.monotonic()
         outcome = _take(step.name, options, daemon, limit_s) if limit_s > 1 else _skipped("no time was left for it")
         steps[step.name] = outcome | {"took_s": round(time.monotonic() - started_s, 2)}
-        checks = wanted(steps.get("bandwidth", {}), report["simulated"])
+        checks = wanted(steps, report["simulated"])
         passed = all(each["status"] in ("passed", "skipped") for each in steps.values())
         passed &= all(each["passed"] is not False for each in checks)
         report |= {"passed": passed, "wall_s": round(time.monotonic() - begun_s, 2), "steps": steps, "wanted": checks}
         asyncio.run(write_json(options.report, report))
-        tell(f"{step.name}: {outcome['status']} in {steps[step.name]['took_s']:.0f} s {outcome['reason']:.300}".rstrip())
+        tell(
+            f"{step.name}: {outcome['status']} in {steps[step.name]['took_s']:.0f} s {outcome['reason']:.300}".rstrip()
+        )
     return report
 
 
-def wanted(bandwidth: Outcome, simulated: bool) -> list[dict[str, Any]]:
+def wanted(steps: Mapping[str, Outcome], simulated: bool) -> list[dict[str, Any]]:
     """The shares of the link that are wanted, and whether they were reached; None where no GPU was measured."""
-    rows = bandwidth.get("figures", {}).get("rows", [])
     found = []
-    for least_bytes, kind, share in WANTED if rows else ():
-        ways = ("zero-copy",) if kind == "zero-copy" else ("copy", "batch", "kernel")
+    for step, least_bytes, kind, share in WANTED:
+        rows = steps.get(step, {}).get("figures", {}).get("rows", [])
         for direction in dict.fromkeys(row["direction"] for row in rows):
             best: dict[int, float] = {}
             for row in rows:
                 size = row["piece_bytes"]
                 fits = size >= least_bytes if least_bytes == LARGE_BYTES else size == least_bytes
-                if fits and row["way"] in ways and row["direction"] == direction:
+                if fits and row["way"] in WAYS[kind] and row["direction"] == direction:
                     best[size] = max(best.get(size, 0.0), row["share_of_link"])
             got = min(best.values(), default=None)
+            more = " and more" if least_bytes == LARGE_BYTES else ""
             found.append(
                 {
-                    "what": f"{kind}, {direction}, pieces of {least_bytes >> 10} KiB"
-                    + (" and more" if least_bytes == LARGE_BYTES else ""),
+                    "what": f"{kind}, {direction}, pieces of {format_size(least_bytes)}{more}",
                     "wanted_share_of_link": share,
                     "got": got,
                     "passed": None if simulated or got is None else got >= share,
@@ -138,12 +155,18 @@ def _take(name: str, options: CheckOptions, daemon: Daemon, limit_s: float) -> O
         return _run_tests(options, limit_s)
     if name == "sanitizer":
         return _sanitize(options, limit_s)
-    needs_daemon = name == "arena"
-    with daemon(["--dram", "64MiB", "--no-prefault"]) if needs_daemon else nullcontext() as socket:
-        return _run_step(name, options, limit_s, socket=str(socket or ""))
+    if name not in DAEMON_STEPS:
+        return _run_step(name, options, limit_s)
+    try:
+        with daemon(["--dram", DAEMON_STEPS[name], "--no-prefault"]) as socket:
+            return _run_step(name, options, limit_s, socket=str(socket))
+    except KVStoreError as error:
+        return {"status": "failed", "reason": f"its daemon failed: {error}", "figures": {}}
 
 
-def _run_step(name: str, options: CheckOptions, limit_s: float, wrapper: Sequence[str] = (), socket: str = "") -> Outcome:
+def _run_step(
+    name: str, options: CheckOptions, limit_s: float, wrapper: Sequence[str] = (), socket: str = ""
+) -> Outcome:
     """One step of ``gpu_steps`` in a process, under ``wrapper`` if that is given."""
     with tempfile.TemporaryDirectory(prefix="kvstore-gpu-") as folder:
         result = Path(folder) / "result.json"
@@ -162,9 +185,11 @@ def _run_tests(options: CheckOptions, limit_s: float) -> Outcome:
     """The same tests as everywhere, on this device."""
     paths = [path for path in options.tests if (CHECKOUT / path.partition("::")[0]).exists()]
     if not paths:
-        return _skipped(f"{', '.join(options.tests)} are not there: run it from a checkout, `python bench/gpu_check.py`")
+        return _skipped(
+            f"{', '.join(options.tests)} are not there: run it from a checkout, `python bench/gpu_check.py`"
+        )
     other = "simulated" if options.device.startswith("cuda") else "cuda"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-k", f"not {other}", *paths]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", f"not {other}", *paths]
     code, output = _run(command, limit_s, CHECKOUT)
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", output)}
     if code is None:
@@ -178,7 +203,9 @@ def _sanitize(options: CheckOptions, limit_s: float) -> Outcome:
     """The step ``kernels`` under NVIDIA's sanitizer."""
     program = shutil.which("compute-sanitizer")
     if program is None or not options.device.startswith("cuda"):
-        missing = "it looks at real GPUs only" if program else "compute-sanitizer is not installed (CUDA's toolkit has it)"
+        missing = (
+            "it looks at real GPUs only" if program else "compute-sanitizer is not installed (CUDA's toolkit has it)"
+        )
         return _skipped(missing)
     found: dict[str, Any] = {}
     for tool in SANITIZERS:
@@ -194,7 +221,12 @@ def _run(command: Sequence[str], limit_s: float, folder: Path | None = None) -> 
     """Exit code (None: killed when its time was up) and the end of what it printed. All of its children go with it."""
     with tempfile.TemporaryFile() as printed:
         process = subprocess.Popen(  # noqa: S603 - our own interpreter and arguments
-            command, stdout=printed, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, cwd=folder
+            command,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd=folder,
         )
         try:
             code: int | None = process.wait(limit_s)
@@ -207,10 +239,8 @@ def _run(command: Sequence[str], limit_s: float, folder: Path | None = None) -> 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -17,7 +17,7 @@ SCORE_ERROR_MAX = 1e-3
 
 
 def compare(device: Device) -> dict[str, Any]:
-    """The largest differences. Raises IntegrityError for summaries that differ at all, scores by ``SCORE_ERROR_MAX``."""
+    """How far scores are off. Raises IntegrityError above ``SCORE_ERROR_MAX``, and for summaries that differ."""
     rng = np.random.default_rng(4)
     keys = rng.standard_normal((N_PAGES, PAGE_TOKENS, HEADS, HEAD_DIM), np.float32)
     queries = rng.standard_normal((HEADS * GROUP, HEAD_DIM), np.float32)
@@ -32,7 +32,9 @@ def compare(device: Device) -> dict[str, Any]:
     bounds = np.maximum(*(grouped * end for end in ends)).sum(-1).max(1)
     error = float(np.max(np.abs(scores - bounds)) / np.max(np.abs(bounds)))
     if not error <= SCORE_ERROR_MAX:
-        raise IntegrityError(f"scores of pages are off by {error:.2g} of the largest; do not select pages with this device")
+        raise IntegrityError(
+            f"scores of pages are off by {error:.2g} of the largest; do not select pages with this device"
+        )
     return {"pages": N_PAGES, "score_error": error}
 
 

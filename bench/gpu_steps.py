@@ -18,26 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore import __version__
-from kvstore.bench import gpu_kernels
+from kvstore.bench import gpu_arena, gpu_kernels
 from kvstore.bench.device_packages import installed_packages
 from kvstore.bench.device_ways import SMALL, effort_for, figures, measure_own_gb_per_s, measure_ways
-from kvstore.client import Client
+from kvstore.bench.gpu_arena import Leased
 from kvstore.device import Device, PinnedBuffer, open_device
-from kvstore.engine_adapter.counters import SharedCounters
-from kvstore.engine_adapter.gpu.kernel_copies import SPREAD_BLOCKS, KernelCopies
-from kvstore.engine_adapter.gpu.pinned_regions import PinnedRegions
 from kvstore.errors import DeviceError, IntegrityError, KVStoreError
 from kvstore.plan.links import read_links
-from kvstore.types import KVSpec, Namespace
 
-BLOCK_TOKENS = 16
-REGISTER_S_MAX = 20.0
+BLOCK_BYTES, SMALL_BLOCK_BYTES = 2 << 20, 64 << 10
+"""Of blocks of the store; the small ones are for a simulated device."""
+ARENA_BYTES, STAGED_BYTES = 16 << 20, 256 << 20
+PIECES = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20)
 IPC_S_MAX = 20.0
 
-Array = NDArray[Any]
 Request = Mapping[str, Any]
 Result = dict[str, Any]
 
@@ -74,62 +70,31 @@ def bandwidth(request: Request) -> Result:
 
 
 def arena(request: Request) -> Result:
-    """Memory of a daemon's process, written by one client, is registered and read by kernels for another."""
-    n_blocks, block_bytes = (64, 256 << 10) if _is_gpu(request) else (4, 16 << 10)
-    namespace = Namespace("gpu-check", KVSpec.opaque(BLOCK_TOKENS, block_bytes))
-    tokens = np.arange(n_blocks * BLOCK_TOKENS, dtype=np.uint32)
-    blocks = np.random.default_rng(1).integers(0, 256, (n_blocks, block_bytes), np.uint8)
-    with ExitStack() as stack:
-        device = stack.enter_context(_opened(request))
-        writer, reader = (stack.enter_context(Client(request["socket"], timeout_s=10.0)) for _ in range(2))
-        stored = writer.open(namespace).put(tokens, blocks)
-        pinned = PinnedRegions(device, SharedCounters())
-        stack.callback(pinned.close)
-        reader.watch_mappings(pinned)
-        lease = stack.enter_context(reader.open(namespace).lease(tokens))
-        if len(lease) != n_blocks:
-            raise IntegrityError(f"{len(lease)} of {n_blocks} blocks were found ({stored!r}, {lease.reason!r})")
-        sizes = np.full(n_blocks, block_bytes, np.uint64)
-        begun_s = time.perf_counter()
-        try:
-            use = pinned.use_all(lease.addresses, sizes, time.monotonic() + REGISTER_S_MAX)
-        except DeviceError as error:
-            raise Skipped(f"the daemon's sealed memory can't be registered: {error}") from error
-        registered_s = time.perf_counter() - begun_s
-        stack.callback(use.end)
-        came = {"kernel": _by_kernel(device, use.mapped, sizes), "copy": _by_copy(device, lease.addresses, sizes)}
-        wrong = [way for way, array in came.items() if not np.array_equal(array, blocks.reshape(-1))]
-        if wrong:
-            raise IntegrityError(f"read by {', '.join(wrong)}, the daemon's memory came with wrong bytes")
-        return {"bytes": blocks.nbytes, "registered_bytes": pinned.registered_bytes, "register_s": registered_s}
+    """Memory of a daemon's process, written by one client, is registered and read by kernels and copies for another."""
+    with _leased(request, ARENA_BYTES) as (device, leased):
+        if leased.refused and not device.facts.can_register_read_only:
+            raise Skipped(f"sealed memory can't be registered with this device: {leased.refused}")
+        if leased.refused:
+            raise DeviceError(leased.refused)
+        return gpu_arena.read_in_place(device, leased)
 
 
-def _by_kernel(device: Device, mapped: Array, sizes: Array) -> Array:
-    with KernelCopies(device, len(sizes), 1) as kernels:
-        return _through(
-            device, sizes, lambda to, stream: kernels.copy(to, mapped, sizes, stream, blocks=SPREAD_BLOCKS)
-        )
+def staged(request: Request) -> Result:
+    """The same memory, read as engines read it, into scattered pages; beside the link."""
+    with _leased(request, STAGED_BYTES) as (device, leased):
+        sizes = [size for size in PIECES if leased.expected.shape[1] >= size]
+        return gpu_arena.read_staged(device, leased, sizes, effort_for(device))
 
 
-def _by_copy(device: Device, addresses: Array, sizes: Array) -> Array:
-    return _through(device, sizes, lambda to, stream: device.copy_batch(to, addresses, sizes, stream))
-
-
-def _through(
-    device: Device, sizes: Array, move: Callable[[Array, int], None]
-) -> Array:
-    """What ``move`` brought into the device's memory, uint8 [bytes]."""
-    n_bytes = int(sizes.sum())
-    stream, memory = device.stream(), device.malloc(n_bytes)
-    try:
-        with PinnedBuffer(device, n_bytes) as buffer:
-            move(np.uint64(memory) + (np.cumsum(sizes) - sizes), stream)
-            device.copy(buffer.address, memory, n_bytes, stream)
-            device.sync_stream(stream)
-            return buffer.array.copy()
-    finally:
-        device.free(memory)
-        device.free_stream(stream)
+@contextmanager
+def _leased(request: Request, total_bytes: int) -> Iterator[tuple[Device, Leased]]:
+    block_bytes = BLOCK_BYTES if _is_gpu(request) else SMALL_BLOCK_BYTES
+    n_blocks = total_bytes // BLOCK_BYTES if _is_gpu(request) else 4
+    with (
+        _opened(request) as device,
+        gpu_arena.leased_blocks(device, request["socket"], n_blocks, block_bytes) as leased,
+    ):
+        yield device, leased
 
 
 def ipc(request: Request) -> Result:
@@ -209,7 +174,8 @@ def kernels(request: Request) -> Result:
 
 
 STEPS: dict[str, Callable[[Request], Result]] = {
-    "facts": facts, "bandwidth": bandwidth, "arena": arena, "ipc": ipc, "attention": attention, "kernels": kernels,
+    "facts": facts, "bandwidth": bandwidth, "arena": arena, "staged": staged, "ipc": ipc, "attention": attention,
+    "kernels": kernels,
 }  # fmt: skip
 
 

@@ -19,8 +19,10 @@ from kvstore.errors import BadInputError
 class OptimalPolicy:
     """OPT over one trace: what is asked for several capacities is prepared once."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, attention_doubling_tokens: float = 0.0) -> None:
+        """``attention_doubling_tokens``: of the model, for what prefill the hits save; most hits are the aim in any case."""
         self._trace = trace
+        self._doubling_tokens = attention_doubling_tokens
         self._runs: Runs = runs_after(trace)
 
     def hits(self, capacity_blocks: int) -> HitCounts:
@@ -54,5 +56,6 @@ class OptimalPolicy:
                 if not kept[run]:
                     heappop(latest)
             tokens = work.hit_tokens(trace, index, hits[index])
-            counts.count(work.n_blocks(trace, index), hits[index], request.input_length, tokens)
+            n_blocks = work.n_blocks(trace, index)
+            counts.count(n_blocks, hits[index], request.input_length, tokens, self._doubling_tokens)
         return counts

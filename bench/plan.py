@@ -21,6 +21,7 @@ from kvstore.bench.workload import capacity_blocks
 from kvstore.config import WRITE_POLICIES, format_size
 from kvstore.errors import BadInputError
 from kvstore.prefix_index.policies import POLICIES
+from kvstore.recompute import checked_doubling_tokens
 
 OPT = "opt"
 DEFAULT_PERCENTS = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0)
@@ -35,6 +36,7 @@ class PlanOptions:
     ``capacities`` are those at which policies are compared: shares of the unique blocks in percent, or, with
     ``capacity_bytes``, sizes. ``bytes_per_token``: KV of a token over all layers and ranks, 0 if unknown; then nothing
     is said, or can be asked, in bytes. ``prefill_tokens_per_s``: what one GPU, or group of them, computes; 0: unknown.
+    ``attention_doubling_tokens``: of the model (``kvstore.recompute``), 0 if unknown: late tokens cost more to compute.
     ``dram_bytes`` and ``nvme_bytes``: two tiers to be simulated together, 0 for none. ``textbook``: compare policies as
     the literature runs them, on single blocks.
     """
@@ -46,6 +48,7 @@ class PlanOptions:
     capacity_bytes: tuple[int, ...] = ()
     bytes_per_token: int = 0
     prefill_tokens_per_s: float = 0.0
+    attention_doubling_tokens: float = 0.0
     dram_bytes: int = 0
     nvme_bytes: int = 0
     write_policy: str = "through"
@@ -61,6 +64,7 @@ class PlanOptions:
             capacity_blocks(1, percent, "--percent")
         if self.bytes_per_token < 0 or not 0 <= self.prefill_tokens_per_s < math.inf:
             raise BadInputError("bytes per token and prefill tokens per second can't be negative")
+        checked_doubling_tokens(self.attention_doubling_tokens)
         if not self.bytes_per_token and (self.capacity_bytes or self.dram_bytes or self.nvme_bytes):
             raise BadInputError("capacities in bytes need --model or --bytes-per-token: how large a token's KV is")
         if self.nvme_bytes and not self.dram_bytes:
@@ -144,7 +148,8 @@ class Plan:
 
 def make_plan(trace: Trace, options: PlanOptions, progress: Progress | None = None) -> Plan:
     """Plan for a trace; ``progress`` is called with the number of simulated requests since the last call."""
-    lru, opt = LruCurve(trace), OptimalPolicy(trace)
+    told = options.attention_doubling_tokens
+    lru, opt = LruCurve(trace, told), OptimalPolicy(trace, told)
     capacities = options.capacities(trace)
     run = simulate_textbook if options.textbook else simulate
     compared = []
@@ -152,7 +157,9 @@ def make_plan(trace: Trace, options: PlanOptions, progress: Progress | None = No
         points = [
             PlanPoint(
                 blocks,
-                lru.hits(blocks) if policy == "lru" else run(trace, policy, blocks, progress=progress),
+                lru.hits(blocks)
+                if policy == "lru"
+                else run(trace, policy, blocks, attention_doubling_tokens=told, progress=progress),
             )
             for blocks in capacities
         ]
@@ -180,10 +187,14 @@ def make_plan(trace: Trace, options: PlanOptions, progress: Progress | None = No
 def _two_tiers(trace: Trace, options: PlanOptions, progress: Progress | None) -> list[TwoTiers]:
     dram = options.blocks(trace, options.dram_bytes)
     nvme = options.blocks(trace, options.nvme_bytes) if options.nvme_bytes else None
+    told, write_policy = options.attention_doubling_tokens, options.write_policy
     return [
-        TwoTiers(policy, dram, nvme or 0, simulate(trace, policy, dram, nvme, options.write_policy, progress=progress))
+        TwoTiers(
+            policy, dram, nvme or 0,
+            simulate(trace, policy, dram, nvme, write_policy, attention_doubling_tokens=told, progress=progress),
+        )
         for policy in options.policies
-    ]
+    ]  # fmt: skip
 
 
 def _spread(most: int) -> Sequence[int]:

@@ -23,6 +23,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "prompt_tokens": plan.unlimited.token_accesses,
         "bytes_per_token": plan.options.bytes_per_token or None,
         "prefill_tokens_per_s": plan.options.prefill_tokens_per_s or None,
+        "attention_doubling_tokens": plan.options.attention_doubling_tokens or None,
         "unlimited": _savings(plan, plan.unlimited),
         "textbook": plan.options.textbook,
         "policies": {curve.policy: [_point(plan, point) for point in curve.points] for curve in plan.compared},
@@ -71,7 +72,8 @@ def _savings(plan: Plan, counts: HitCounts) -> dict[str, float | None]:
         "token_hit_ratio": counts.token_hit_ratio,
         "any_hit_ratio": counts.any_hit_ratio,
         "prefill_tokens_saved": counts.token_hits,
-        "gpu_s_saved": counts.token_hits / rate if rate else None,
+        "prefill_saved_ratio": counts.prefill_saved_ratio,
+        "gpu_s_saved": counts.prefill_saved / rate if rate else None,
     }
 
 
@@ -95,7 +97,7 @@ def _facts(plan: Plan) -> Table:
         ("block hit ratio, unlimited room", f"{most.block_hit_ratio:.4f}"),
     ]
     if rate := plan.options.prefill_tokens_per_s:
-        rows.append(("GPU time saved, unlimited room", _time(plan, most.token_hits / rate)))
+        rows.append(("GPU time saved, unlimited room", _time(plan, most.prefill_saved / rate)))
     for row in rows:
         table.add_row(*row)
     return table
@@ -120,13 +122,13 @@ def _saved(plan: Plan) -> Table:
     for curve in plan.compared:
         table.add_column(curve.policy, justify="right")
     for at, point in enumerate(plan.compared[0].points):
-        saved = (_time(plan, curve.points[at].counts.token_hits / rate) for curve in plan.compared)
+        saved = (_time(plan, curve.points[at].counts.prefill_saved / rate) for curve in plan.compared)
         table.add_row(capacity_label(plan, point.capacity_blocks), *saved)
     return table
 
 
 def _time(plan: Plan, seconds: float) -> str:
-    total = plan.unlimited.token_accesses / plan.options.prefill_tokens_per_s
+    total = plan.unlimited.prefill / plan.options.prefill_tokens_per_s
     return f"{seconds:,.0f} s ({100 * seconds / total if total else 0:.0f}%)"
 
 

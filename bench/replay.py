@@ -15,7 +15,8 @@ from kvstore.bench import workload as work
 from kvstore.bench.measure import Latency
 from kvstore.bench.replay_client import OPERATIONS, ClientOptions, ClientResult, run_client
 from kvstore.bench.replay_crash import Crash, CrashReport, Restartable, durable_blocks
-from kvstore.bench.replay_fleet import dealt, run_fleet
+from kvstore.bench.replay_dealing import dealt, tenant_of
+from kvstore.bench.replay_fleet import run_fleet
 from kvstore.bench.replay_journal import Journal
 from kvstore.bench.replay_options import ReplayOptions
 from kvstore.bench.replay_result import ReplayResult, counts_dict
@@ -49,18 +50,22 @@ def replay(
         options.timeout_s,
         options.waits_every,
         COMEBACK_S_MAX if options.kill_at is not None else 0.0,
+        options.attention_doubling_tokens,
+        options.hbm_device if options.has_hbm else "",
     )
     crash = _planned(workload, options, client_options, daemon)
     with Client(connect, timeout_s=options.timeout_s) as client:
-        client.stats()
+        before = client.stats()
         start = time.perf_counter()
-        if options.clients == 1 and crash is None:
+        if options.n_clients == 1 and crash is None:
             results = [run_client(workload, client_options, progress)]
         else:
-            results = run_fleet(workload, client_options, options.clients, progress, crash)
+            results = run_fleet(workload, client_options, options.n_clients, progress, crash, options.tenants)
         wall_s = time.perf_counter() - start
         client.wait_healthy(options.timeout_s)
         stats = client.stats()
+    if crash is None:  # else the daemon is another one
+        stats["policy_s"] = float(stats["policy_s"]) - float(before["policy_s"])
     return _merge(workload, options, results, wall_s, stats, crash.report if crash is not None else None)
 
 
@@ -85,10 +90,13 @@ def _merge(
     crash: CrashReport | None,
 ) -> ReplayResult:
     counts = HitCounts()
-    for result in results:
+    of_tenants: dict[str, HitCounts] = {}
+    for number, result in enumerate(results):
         counts.add(result.counts)
+        of_tenants.setdefault(tenant_of(number, options.tenants), HitCounts()).add(result.counts)
     journal = Journal.merged(
-        (result.journal, dealt(workload, len(results), number)) for number, result in enumerate(results)
+        (result.journal, dealt(workload, len(results), number, options.tenants))
+        for number, result in enumerate(results)
     )
     seconds = {name: [s for r in results for s in r.seconds[name]] for name in OPERATIONS}
     bytes_read = sum(r.bytes_read for r in results)
@@ -97,9 +105,14 @@ def _merge(
     nvme_blocks = _nvme_blocks(workload, options.block_bytes, stats)
     tiers["dram"] |= {
         "block_hits": counts.dram_block_hits,
-        "bytes_read": bytes_read - counts.nvme_block_hits * options.block_bytes,
+        "bytes_read": bytes_read - (counts.nvme_block_hits + counts.hbm_block_hits) * options.block_bytes,
         "bytes_written": bytes_written,
     }
+    if "hbm" in tiers:
+        tiers["hbm"] |= {
+            "block_hits": counts.hbm_block_hits,
+            "bytes_read": counts.hbm_block_hits * options.block_bytes,
+        }
     if "nvme" in tiers:
         tiers["nvme"] |= {
             "block_hits": counts.nvme_block_hits,
@@ -111,7 +124,8 @@ def _merge(
         unique_blocks=workload.unique_blocks,
         # What the daemon really has; one that was running before may have more or less than was asked for.
         capacity_blocks=int(stats["dram_capacity_bytes"]) // work.dram_capacity_bytes(1, options.block_bytes),
-        clients=options.clients,
+        clients=options.n_clients,
+        tenants=of_tenants if options.tenants > 1 else {},
         block_bytes=options.block_bytes,
         policy=options.policy,
         mismatches=sum(r.mismatches for r in results) + (crash.mismatches if crash is not None else 0),
@@ -122,11 +136,12 @@ def _merge(
         bytes_read=bytes_read,
         bytes_written=bytes_written,
         wall_s=wall_s,
-        read_gb_per_s=_rate(bytes_read, sum(seconds["lease"]) + sum(seconds["verify"]), options.clients),
-        write_gb_per_s=_rate(bytes_written, sum(seconds["put"]), options.clients),
+        read_gb_per_s=_rate(bytes_read, sum(seconds["lease"]) + sum(seconds["verify"]), options.n_clients),
+        write_gb_per_s=_rate(bytes_written, sum(seconds["put"]), options.n_clients),
         latencies={name: Latency.from_seconds(values) for name, values in seconds.items() if values},
         tiers=tiers,
         nvme_capacity_blocks=nvme_blocks,
+        hbm_capacity_blocks=_hbm_blocks(options.block_bytes, stats),
         nvme_overhead=float(stats["nvme_capacity_bytes"]) / (nvme_blocks * options.block_bytes) - 1
         if nvme_blocks
         else 0.0,
@@ -134,15 +149,27 @@ def _merge(
         durable_every=options.waits_every,
         durable_blocks=durable_blocks(workload, journal),
         crash=crash,
+        policy_us_per_block=float(stats["policy_s"]) / max(counts.block_accesses, 1) * 1e6,
     )
 
 
 def _tiers(stats: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The daemon's numbers by tier; what moves blocks between them belongs to NVMe."""
-    tiers = {"dram": {name.removeprefix("dram_"): v for name, v in stats.items() if name.startswith("dram_")}}
+    tiers = {
+        tier: {name.removeprefix(f"{tier}_"): value for name, value in stats.items() if name.startswith(f"{tier}_")}
+        for tier in ("dram", "hbm")
+        if f"{tier}_capacity_bytes" in stats
+    }
     prefixes = ("nvme_", "offload", "onboard")
     nvme = {name.removeprefix("nvme_"): value for name, value in stats.items() if name.startswith(prefixes)}
     return tiers | ({"nvme": nvme} if nvme else {})
+
+
+def _hbm_blocks(block_bytes: int, stats: dict[str, Any]) -> int | None:
+    """Blocks that the daemon's HBM tier has room for."""
+    if "hbm_capacity_bytes" not in stats:
+        return None
+    return int(stats["hbm_capacity_bytes"]) // work.dram_capacity_bytes(1, block_bytes)
 
 
 def _nvme_blocks(workload: Workload, block_bytes: int, stats: dict[str, Any]) -> int | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.bench import workload as work
+from kvstore.bench.replay_hbm import HbmReader
 from kvstore.bench.replay_journal import Journal
 from kvstore.bench.simulate import HitCounts, Progress
 from kvstore.bench.workload import Workload
@@ -32,7 +34,8 @@ class ClientOptions:
     """What every client of a replay must know.
 
     ``durable_every``: requests between its waits for durability, 0 = never. ``comeback_s``: how long it waits for
-    a daemon that has gone to come back, 0 = not at all, the rest is misses.
+    a daemon that has gone to come back, 0 = not at all, the rest is misses. ``hbm_device``: with which to read HBM, "" for
+    not at all.
     """
 
     connect: str
@@ -41,6 +44,9 @@ class ClientOptions:
     timeout_s: float
     durable_every: int = 0
     comeback_s: float = 0.0
+    attention_doubling_tokens: float = 0.0
+    hbm_device: str = ""
+    tenant: str = "default"
 
 
 @dataclass(slots=True)
@@ -86,8 +92,9 @@ def run_client(
     ``between`` is called ahead of each request and may block. Raises UnavailableError if a daemon that was to come
     back did not.
     """
-    with Client(options.connect, timeout_s=options.timeout_s) as client:
-        run = ReplayClient(client, workload, options)
+    hbm_reader = HbmReader(options.hbm_device, options.block_bytes) if options.hbm_device else nullcontext()
+    with hbm_reader as hbm, Client(options.connect, options.tenant, options.timeout_s) as client:
+        run = ReplayClient(client, workload, options, hbm)
         if ready is not None:
             ready()
         for index in range(workload.n_requests):
@@ -103,7 +110,9 @@ def run_client(
 class ReplayClient:
     """The state of one client's loop. Requests are numbered as in ``workload``."""
 
-    def __init__(self, client: Client, workload: Workload, options: ClientOptions) -> None:
+    def __init__(
+        self, client: Client, workload: Workload, options: ClientOptions, hbm: HbmReader | None = None
+    ) -> None:
         self.result = ClientResult()
         self._client = client
         self._workload = workload
@@ -111,9 +120,14 @@ class ReplayClient:
         self._block_bytes = options.block_bytes
         self._payload = work.payload(workload, options.block_bytes, options.seed)
         model = f"replay:{workload.name}:{options.seed}"
-        self._namespace = client.open(work.namespace(workload, options.block_bytes, model))
+        self._doubling_tokens = options.attention_doubling_tokens
+        namespace = work.namespace(workload, options.block_bytes, model, options.tenant)
+        self._namespace = client.open(namespace, attention_doubling_tokens=self._doubling_tokens)
         self._buffer = np.empty((0, options.block_bytes), dtype=np.uint8)
         self._not_durable: list[int] = []
+        self._hbm = hbm
+        if hbm is not None:
+            hbm.serve(client)
 
     def step(self, index: int) -> None:
         """One request."""
@@ -121,9 +135,9 @@ class ReplayClient:
         prompt = work.prompt(self._workload, index)
         keys = work.payload_keys(self._workload, index)
         self._timed("match", lambda: self._namespace.match(prompt))
-        found_tokens, n_nvme = self._read(index, prompt, keys)
+        found_tokens, n_nvme, in_hbm = self._read(index, prompt, keys)
         whole = work.whole_blocks(self._workload, index, found_tokens)
-        self._count(index, len(keys), whole, found_tokens, n_nvme)
+        self._count(index, len(keys), whole, found_tokens, n_nvme, int(np.count_nonzero(in_hbm < whole)))
         self._write(index, prompt, keys, whole)
         self._await_comeback()
         if self._options.durable_every:
@@ -158,18 +172,26 @@ class ReplayClient:
                 return found
         return n_blocks
 
-    def _count(self, index: int, n_blocks: int, whole: int, found_tokens: int, n_nvme: int) -> None:
+    def _count(self, index: int, n_blocks: int, whole: int, found_tokens: int, n_nvme: int, n_hbm: int) -> None:
         counts = self.result.counts
-        counts.count(n_blocks, whole, self._workload.requests[index].input_length, found_tokens)
+        n_tokens = self._workload.requests[index].input_length
+        counts.count(n_blocks, whole, n_tokens, found_tokens, self._doubling_tokens)
         counts.nvme_block_hits += min(n_nvme, whole)
-        counts.dram_block_hits += whole - min(n_nvme, whole)
+        counts.hbm_block_hits += n_hbm
+        counts.dram_block_hits += whole - min(n_nvme, whole) - n_hbm
 
-    def _read(self, index: int, prompt: NDArray[Any], keys: NDArray[np.uint64]) -> tuple[int, int]:
-        """Lease the prefix and compare all of its bytes; returns the tokens found and the blocks read from NVMe."""
+    def _read(self, index: int, prompt: NDArray[Any], keys: NDArray[np.uint64]) -> tuple[int, int, NDArray[np.uint32]]:
+        """Lease the prefix and compare all of its bytes.
+
+        Returns the tokens found, how many blocks were read from NVMe, and which were in HBM.
+        """
         request = self._workload.requests[index]
         hints = work.hints(self._workload, index, is_done=False)
         lease = self._timed(
-            "lease", lambda: self._namespace.lease(prompt, policy_time_s=request.timestamp_s, hints=hints)
+            "lease",
+            lambda: self._namespace.lease(
+                prompt, policy_time_s=request.timestamp_s, hints=hints, hbm=self._hbm is not None
+            ),
         )
         self.result.unanswered += bool(lease.reason)
         self.result.late_blocks += lease.n_pending
@@ -182,7 +204,7 @@ class ReplayClient:
             self.result.ended_leases += 1
         finally:
             self._timed("release", lease.release)
-        return tokens, lease.n_nvme
+        return tokens, lease.n_nvme, lease.hbm.at
 
     def _compare_blocks(self, lease: Lease, masks: NDArray[np.uint64], tokens: int) -> None:
         """Compare every byte that the lease covers; of a partly matching block the tokens that match.
@@ -191,14 +213,22 @@ class ReplayClient:
         """
         block_tokens, payload = self._workload.block_tokens, self._payload
         mismatches, n_bytes = 0, 0
-        for at, mask in enumerate(masks):
+        for at, block in self._blocks_of(lease, len(masks)):
+            mask = masks[at]
             segments = payload.segments
             if segments > 1:
                 segments = min(block_tokens, tokens - (lease.first_block + at) * block_tokens)
-            mismatches += not payload.matches(lease.view(at), mask, segments)
+            mismatches += not payload.matches(block, mask, segments)
             n_bytes += self._block_bytes * segments // payload.segments
         self.result.mismatches += mismatches
         self.result.bytes_read += n_bytes
+
+    def _blocks_of(self, lease: Lease, n_blocks: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        """The leading blocks of a lease, those in HBM first, each to be looked at before the next."""
+        if self._hbm is not None:
+            yield from self._hbm.read(lease, n_blocks)
+        for at in sorted(set(range(n_blocks)) - set(lease.hbm.at.tolist())):
+            yield at, lease.view(at)
 
     def _write(self, index: int, prompt: NDArray[Any], keys: NDArray[np.uint64], first_block: int) -> None:
         """Put the absent blocks, all at once unless they are very many bytes."""

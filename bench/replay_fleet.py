@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from multiprocessing.synchronize import Barrier, Event
@@ -17,6 +17,7 @@ from kvstore.bench import workload as work
 from kvstore.bench.measure import leave_interrupts_to_parent, uninterrupted
 from kvstore.bench.replay_client import ClientOptions, ClientResult, run_client
 from kvstore.bench.replay_crash import Crash
+from kvstore.bench.replay_dealing import dealt, tenant_of
 from kvstore.bench.replay_journal import Journal
 from kvstore.bench.simulate import Progress
 from kvstore.bench.workload import Workload
@@ -45,8 +46,9 @@ def run_fleet(
     clients: int,
     progress: Progress | None = None,
     crash: Crash | None = None,
+    tenants: int = 1,
 ) -> list[ClientResult]:
-    """Deal the requests round-robin to ``clients`` processes; blocks until all are done.
+    """Deal the requests to ``clients`` processes, of so many tenants (see ``dealt``); blocks until all are done.
 
     Results are in the order of the clients. With ``crash`` the daemon is killed on the way. Raises KVStoreError,
     after ending the others, if one of them fails or dies.
@@ -57,21 +59,17 @@ def run_fleet(
     with contextlib.ExitStack() as stack:
         fleet = _Fleet(signals, progress, crash)
         for number in range(clients):
-            part = work.take(workload, dealt(workload, clients, number))
+            part = work.take(workload, dealt(workload, clients, number, tenants))
+            own = replace(options, tenant=tenant_of(number, tenants))
             mine, theirs = context.Pipe(duplex=False)
             stack.callback(mine.close)
-            process = context.Process(target=_main, args=(part, options, signals, theirs), daemon=True)
+            process = context.Process(target=_main, args=(part, own, signals, theirs), daemon=True)
             with uninterrupted():  # or it is told only half of what to do
                 process.start()
                 stack.callback(_end, process)
             theirs.close()
             fleet.members.append(mine)
         return fleet.collect(workload)
-
-
-def dealt(workload: Workload, clients: int, number: int) -> range:
-    """The requests of one of ``clients`` clients, by their numbers in the whole."""
-    return range(number, workload.n_requests, clients)
 
 
 class _Fleet:

@@ -11,6 +11,7 @@ from kvstore.bench.trace import load_trace
 from kvstore.bench.workload import Workload
 from kvstore.config import DEFAULT_POLICY, MIB, WRITE_POLICIES
 from kvstore.errors import BadInputError
+from kvstore.recompute import checked_doubling_tokens
 from kvstore.types import MAX_BLOCK_BYTES
 
 MAX_CLIENTS = 256
@@ -24,12 +25,15 @@ class ReplayOptions:
 
     ``capacity_percent`` and ``capacity_blocks`` are the room in DRAM, in % of the unique blocks or in blocks, not
     both. When neither is given it is 5%, but at least what the smallest daemon holds. ``nvme_percent`` and
-    ``nvme_blocks`` are the same for NVMe; without them there is no such tier.
+    ``nvme_blocks`` are the same for NVMe, ``hbm_percent`` and ``hbm_blocks`` for copies in HBM, on ``hbm_device``;
+    without them there is no such tier.
 
     ``policy``: the daemon's default if it is empty, with ``kill_at`` LRU.
     ``durable_every``: after so many requests a client waits until their blocks are durable (0: never; None: 16 with
     NVMe). It paces the clients, who replay far faster than an engine would compute, to what the disk can take.
+    ``tenants``: so many share the daemon; conversations are dealt to them, each has clients and blocks of its own.
     ``kill_at``: SIGKILL the daemon and start it again when this share of the requests is done.
+    ``attention_doubling_tokens``: of the model (``kvstore.recompute``), 0 if unknown.
     """
 
     trace: Path | None = None
@@ -39,20 +43,25 @@ class ReplayOptions:
     capacity_blocks: int | None = None
     nvme_percent: float | None = None
     nvme_blocks: int | None = None
+    hbm_percent: float | None = None
+    hbm_blocks: int | None = None
+    hbm_device: str = "simulated"
     write_policy: str = "through"
     block_bytes: int = 64 << 10
     block_tokens: int | None = None
     clients: int = 1
+    tenants: int = 1
     limit: int | None = None
     seed: int = 0
     timeout_s: float = 10.0
     durable_every: int | None = None
     kill_at: float | None = None
+    attention_doubling_tokens: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.policy:
             object.__setattr__(self, "policy", DEFAULT_POLICY if self.kill_at is None else "lru")
-        for tier, option in (("capacity", "dram"), ("nvme", "nvme")):
+        for tier, option in (("capacity", "dram"), ("nvme", "nvme"), ("hbm", "hbm")):
             percent, blocks = getattr(self, f"{tier}_percent"), getattr(self, f"{tier}_blocks")
             if percent is not None and blocks is not None:
                 raise BadInputError(f"give --{option}-percent or --{option}-blocks, not both")
@@ -61,11 +70,31 @@ class ReplayOptions:
         for name, most in (("block_bytes", MAX_BLOCK_BYTES), ("clients", MAX_CLIENTS)):
             if not 1 <= getattr(self, name) <= most:
                 raise BadInputError(f"{name} ({_option(name)}) is {getattr(self, name)}; it must be from 1 to {most}")
-        for name in ("capacity_blocks", "nvme_blocks", "limit"):
+        for name in ("capacity_blocks", "nvme_blocks", "hbm_blocks", "limit"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadInputError(f"{name} is {value}; {_option(name)} must be at least 1")
+        checked_doubling_tokens(self.attention_doubling_tokens)
         self._check_durability()
+        self._check_tenants()
+        if self.has_hbm and self.kill_at is not None:
+            raise BadInputError("--kill-at looks for what outlives the daemon, and HBM does not: leave one of them out")
+
+    def _check_tenants(self) -> None:
+        if not 1 <= self.tenants <= MAX_CLIENTS:
+            raise BadInputError(f"tenants (--tenants) is {self.tenants}; it must be from 1 to {MAX_CLIENTS}")
+        if self.n_clients % self.tenants:
+            raise BadInputError(
+                f"{self.clients} clients (--clients) can't be dealt to {self.tenants} tenants (--tenants): give a "
+                f"multiple of {self.tenants}"
+            )
+        if self.tenants > 1 and self.kill_at is not None:
+            raise BadInputError("--kill-at checks what one tenant must find again: leave out --tenants, or --kill-at")
+
+    @property
+    def n_clients(self) -> int:
+        """Processes that replay: at least one for each tenant."""
+        return max(self.clients, self.tenants)
 
     def _check_durability(self) -> None:
         if self.write_policy not in WRITE_POLICIES:
@@ -91,6 +120,11 @@ class ReplayOptions:
     def has_nvme(self) -> bool:
         """Whether there is an NVMe tier."""
         return self.nvme_percent is not None or self.nvme_blocks is not None
+
+    @property
+    def has_hbm(self) -> bool:
+        """Whether there is an HBM tier."""
+        return self.hbm_percent is not None or self.hbm_blocks is not None
 
     @property
     def waits_every(self) -> int:
@@ -120,18 +154,31 @@ class ReplayOptions:
             return work.capacity_blocks(workload.unique_blocks, self.nvme_percent)
         return self.nvme_blocks
 
+    def hbm_capacity(self, workload: Workload) -> int | None:
+        """Room in HBM, in blocks; None without such a tier."""
+        if self.hbm_percent is not None:
+            return work.capacity_blocks(workload.unique_blocks, self.hbm_percent)
+        return self.hbm_blocks
+
+    def hbm_bytes(self, workload: Workload) -> int:
+        """What the HBM tier of the daemon must be given for that room, 0 without one; raises as ``dram_bytes``."""
+        blocks = self.hbm_capacity(workload)
+        return 0 if blocks is None else self._tier_bytes(blocks, "hbm")
+
     def dram_bytes(self, workload: Workload) -> int:
         """What the DRAM tier of the daemon must be given for that room.
 
         Raises BadInputError if that is less than a daemon can have.
         """
-        blocks = self.capacity(workload)
+        return self._tier_bytes(self.capacity(workload), "dram")
+
+    def _tier_bytes(self, blocks: int, tier: str) -> int:
         n_bytes = work.dram_capacity_bytes(blocks, self.block_bytes)
         if n_bytes < MIB:
             least = -(-MIB * blocks // n_bytes)
             raise BadInputError(
                 f"a capacity of {blocks} blocks of {self.block_bytes} bytes is below a daemon's least, 1 MiB"
-                f": replay more requests, or give --capacity-blocks {least} or more"
+                f": replay more requests, or give --{tier}-blocks {least} or more"
             )
         return n_bytes
 

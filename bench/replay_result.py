@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.bench.measure import Latency
@@ -17,7 +17,8 @@ class ReplayResult:
     ``late_blocks`` matched but did not come from NVMe in time; ``durable_blocks`` are the different blocks that were
     acknowledged durable. Capacities are what the daemon's tiers really have room for. ``nvme_overhead`` is the space
     that the NVMe tier takes beyond the blocks' own bytes, as a share of these. ``simulated`` is a hierarchy of the same
-    capacities on the index alone, if it was asked for.
+    capacities on the index alone, if it was asked for. ``tenants``: by tenant, if there were several.
+    ``policy_us_per_block``: time that the eviction policy worked in the daemon, over all block accesses.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ReplayResult:
     latencies: dict[str, Latency]
     tiers: dict[str, dict[str, Any]]
     nvme_capacity_blocks: int | None = None
+    hbm_capacity_blocks: int | None = None
     nvme_overhead: float = 0.0
     write_policy: str = "through"
     durable_every: int = 0
@@ -46,6 +48,8 @@ class ReplayResult:
     late_blocks: int = 0
     crash: CrashReport | None = None
     simulated: HitCounts | None = None
+    tenants: dict[str, HitCounts] = field(default_factory=dict)
+    policy_us_per_block: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """One JSON-able object."""
@@ -58,6 +62,7 @@ class ReplayResult:
             "capacity_blocks": self.capacity_blocks,
             "nvme_capacity_blocks": self.nvme_capacity_blocks,
             "nvme_overhead": self.nvme_overhead,
+            "hbm_capacity_blocks": self.hbm_capacity_blocks,
             "write_policy": self.write_policy,
             "unique_blocks": self.unique_blocks,
             **counts_dict(self.counts),
@@ -73,9 +78,11 @@ class ReplayResult:
             "read_gb_per_s": self.read_gb_per_s,
             "write_gb_per_s": self.write_gb_per_s,
             "wall_s": self.wall_s,
+            "policy_us_per_block": self.policy_us_per_block,
             "operations": {name: latency.to_dict() for name, latency in self.latencies.items()},
             "tiers": self.tiers,
             "crash": None if self.crash is None else self.crash.to_dict(),
+            "tenants": {name: counts_dict(counts) for name, counts in self.tenants.items()},
             "simulated": None if self.simulated is None else counts_dict(self.simulated),
         }
 
@@ -86,6 +93,7 @@ def counts_dict(counts: HitCounts) -> dict[str, Any]:
         "requests": counts.requests,
         "block_accesses": counts.block_accesses,
         "block_hits": counts.block_hits,
+        "hbm_block_hits": counts.hbm_block_hits,
         "dram_block_hits": counts.dram_block_hits,
         "nvme_block_hits": counts.nvme_block_hits,
         "token_accesses": counts.token_accesses,
@@ -93,4 +101,5 @@ def counts_dict(counts: HitCounts) -> dict[str, Any]:
         "block_hit_ratio": counts.block_hit_ratio,
         "token_hit_ratio": counts.token_hit_ratio,
         "any_hit_ratio": counts.any_hit_ratio,
+        "prefill_saved_ratio": counts.prefill_saved_ratio,
     }

@@ -110,6 +110,7 @@ def replay_tables(result: ReplayResult) -> list[Table]:
         ("skipped blocks", f"{result.skipped_blocks:,}"),
         ("mismatching blocks", _alarm(result.mismatches)),
         ("time", f"{result.wall_s:.1f} s"),
+        ("eviction policy", f"{result.policy_us_per_block:.1f} µs a block accessed"),
     ]
     oddities = (
         ("requests not answered", result.unanswered),
@@ -123,11 +124,23 @@ def replay_tables(result: ReplayResult) -> list[Table]:
     for name, values in result.latencies.items():
         latency.add_row(name, f"{values.n:,}", f"{values.p50_us:,.0f}", f"{values.p99_us:,.0f}")
     tables = [_facts_table(f"Replay of {result.name}", facts), latency]
-    if result.nvme_capacity_blocks is not None or result.simulated is not None:
+    if any(each is not None for each in (result.nvme_capacity_blocks, result.hbm_capacity_blocks, result.simulated)):
         tables.insert(1, _tiers_table(result))
+    if result.tenants:
+        tables.append(_tenants_table(result.tenants))
     if result.crash is not None:
         tables.append(_crash_table(result.crash))
     return tables
+
+
+def _tenants_table(tenants: Mapping[str, HitCounts]) -> Table:
+    table = Table("tenant", "requests", "blocks", "block hit ratio", "token hit ratio", title="Tenants")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, counts in tenants.items():
+        ratios = (f"{counts.block_hit_ratio:.4f}", f"{counts.token_hit_ratio:.4f}")
+        table.add_row(name, f"{counts.requests:,}", f"{counts.block_accesses:,}", *ratios)
+    return table
 
 
 def _tiers_table(result: ReplayResult) -> Table:
@@ -142,13 +155,25 @@ def _tiers_table(result: ReplayResult) -> Table:
         return "-" if of is None or not of.block_accesses else f"{getattr(of, name) / of.block_accesses:.4f}"
 
     rows = [("DRAM", f"{result.capacity_blocks:,} blocks", "dram_block_hits")]
+    if result.hbm_capacity_blocks is not None:
+        rows.insert(0, ("HBM", f"{result.hbm_capacity_blocks:,} blocks", "hbm_block_hits"))
     if nvme_blocks is not None:
         beyond = f" (+{100 * result.nvme_overhead:.1f}% space)" if result.nvme_overhead else ""
         rows.append(("NVMe", f"{nvme_blocks:,} blocks{beyond}", "nvme_block_hits"))
     rows.append(("together", "", "block_hits"))
     for name, capacity, field in rows:
         table.add_row(name, capacity, share(counts, field), share(simulated, field))
-    nvme = result.tiers.get("nvme", {})
+    hbm, nvme = result.tiers.get("hbm"), result.tiers.get("nvme", {})
+    if hbm is not None:
+        table.add_section()
+        for name, counter in (
+            ("blocks copied to HBM", "promoted_blocks"),
+            ("skipped, too many waited", "skipped_blocks"),
+            ("skipped for want of room", "no_room_blocks"),
+            ("failed", "failed_blocks"),
+            ("evicted from HBM", "evicted_blocks"),
+        ):
+            table.add_row(name, "", f"{hbm.get(counter, 0):,.0f}", "")
     if nvme:
         table.add_section()
         # A daemon counts from its start.

@@ -7,26 +7,32 @@ With an NVMe tier below, blocks found there come up into DRAM, and each tier giv
 capacity, DRAM first. Writing takes no time: ``through`` writes what is inserted at once, ``back`` what DRAM
 is about to give up, ``selective`` what has been accessed often enough; ancestors that are not on NVMe are
 written first.
+
+With an HBM tier above, blocks in DRAM get a copy there with the use that is number ``promote_hits``, their insertion
+included, a quarter of the tier at most with each request; what is read from HBM need not come up into DRAM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.bench import workload as work
 from kvstore.bench.generate import TokenTrace
+from kvstore.bench.hbm_model import HbmModel
 from kvstore.bench.workload import Workload
 from kvstore.config import WRITE_POLICIES
 from kvstore.errors import BadInputError
-from kvstore.prefix_index.block_table import DRAM, Ids
+from kvstore.prefix_index.block_table import DRAM, HBM, Ids
 from kvstore.prefix_index.index import Match, PrefixIndex
-from kvstore.prefix_index.policies import make_policy
+from kvstore.prefix_index.policies import make_policy, with_hbm
 from kvstore.prefix_index.policy import EvictionPolicy, Use
 from kvstore.prefix_index.rows import RowPath
+from kvstore.recompute import checked_doubling_tokens, prefill_cost
 from kvstore.types import Root
 
 DEFAULT_PERCENTS = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0)
@@ -39,7 +45,8 @@ Progress = Callable[[int], None]
 class HitCounts:
     """Totals of one run. ``token_hits`` is token-granular where the workload has token ids.
 
-    ``evicted`` counts the blocks that no tier had any more.
+    ``evicted`` counts the blocks that no tier had any more. ``prefill`` is what computing all prompts costs, in units of
+    a prompt's first token, ``prefill_saved`` of what was found: tokens, where the cost of attention is not known.
     """
 
     requests: int = 0
@@ -50,8 +57,12 @@ class HitCounts:
     any_hits: int = 0
     inserted: int = 0
     evicted: int = 0
+    hbm_block_hits: int = 0
     dram_block_hits: int = 0
     nvme_block_hits: int = 0
+    nvme_written: int = 0
+    prefill: float = 0.0
+    prefill_saved: float = 0.0
 
     @property
     def block_hit_ratio(self) -> float:
@@ -68,7 +79,14 @@ class HitCounts:
         """Requests that found at least one token over requests."""
         return self.any_hits / self.requests if self.requests else 0.0
 
-    def count(self, blocks: int, hit_blocks: int, tokens: int, hit_tokens: int) -> None:
+    @property
+    def prefill_saved_ratio(self) -> float:
+        """Work of prefill that nobody had to do over all."""
+        return self.prefill_saved / self.prefill if self.prefill else 0.0
+
+    def count(
+        self, blocks: int, hit_blocks: int, tokens: int, hit_tokens: int, attention_doubling_tokens: float = 0.0
+    ) -> None:
         """Add one request."""
         self.requests += 1
         self.block_accesses += blocks
@@ -76,6 +94,8 @@ class HitCounts:
         self.token_accesses += tokens
         self.token_hits += hit_tokens
         self.any_hits += hit_tokens > 0
+        self.prefill += prefill_cost(tokens, attention_doubling_tokens)
+        self.prefill_saved += prefill_cost(hit_tokens, attention_doubling_tokens)
 
     def add(self, other: HitCounts) -> None:
         """Add the totals of another run."""
@@ -100,25 +120,33 @@ def simulate(
     write_policy: str = "through",
     *,
     selective_hits: int = 2,
+    hbm_blocks: int | None = None,
+    promote_hits: int = 2,
     partial: bool = True,
+    attention_doubling_tokens: float = 0.0,
     progress: Progress | None = None,
 ) -> HitCounts:
     """Hit counts of ``workload`` with room for ``capacity_blocks`` blocks (None: unlimited).
 
+    ``hbm_blocks`` is that of an HBM tier above, to which blocks are promoted at their access number ``promote_hits``.
     ``nvme_blocks``: the capacity of an NVMe tier below (None: there is none), to which ``write_policy`` writes;
     ``selective`` writes a block at its access number ``selective_hits``, of which its insertion is the first.
     ``partial=False`` is a cache of whole blocks only: short last blocks are not kept, and the leading tokens
     of a block that differs later are no hit. It matters for workloads with token ids only.
+    ``attention_doubling_tokens``: of the model (``kvstore.recompute``), for the policy and ``prefill_saved``.
     """
-    for blocks in (capacity_blocks, nvme_blocks):
+    doubling_tokens = checked_doubling_tokens(attention_doubling_tokens)
+    for blocks in (capacity_blocks, nvme_blocks, hbm_blocks):
         if blocks is not None and blocks < 1:
             raise BadInputError(f"capacity is {blocks} blocks; it must be at least 1")
     if write_policy not in WRITE_POLICIES:
         raise BadInputError(f"write_policy is {write_policy!r}; known are {', '.join(WRITE_POLICIES)}")
+    top = _Top(hbm_blocks, promote_hits) if hbm_blocks is not None else None
     if nvme_blocks is None:
-        run = _Simulation(workload, policy, capacity_blocks, partial)
+        run = _Simulation(workload, policy, capacity_blocks, partial, top)
     else:
-        run = _Hierarchy(workload, policy, capacity_blocks, partial, nvme_blocks, write_policy, selective_hits)
+        run = _Hierarchy(workload, policy, capacity_blocks, partial, top, nvme_blocks, write_policy, selective_hits)
+    run.doubling_tokens = doubling_tokens
     for index in range(workload.n_requests):
         run.step(index)
         if progress is not None:
@@ -132,27 +160,48 @@ def sweep(
     percents: Iterable[float] = DEFAULT_PERCENTS,
     *,
     partial: bool = True,
+    attention_doubling_tokens: float = 0.0,
     progress: Progress | None = None,
 ) -> list[SweepPoint]:
     """``simulate`` at several capacities, in percent of the workload's unique blocks."""
+    told = attention_doubling_tokens
     points = []
     for percent in percents:
         blocks = work.capacity_blocks(workload.unique_blocks, percent)
-        counts = simulate(workload, policy, blocks, partial=partial, progress=progress)
+        counts = simulate(
+            workload, policy, blocks, partial=partial, attention_doubling_tokens=told, progress=progress
+        )
         points.append(SweepPoint(percent, blocks, counts))
     return points
+
+
+class _Top(NamedTuple):
+    n_blocks: int
+    hits: int
 
 
 class _Simulation:
     """One run: an index, and the model's four steps per request."""
 
     nvme = False
+    doubling_tokens = 0.0
 
-    def __init__(self, workload: Workload, policy: str | EvictionPolicy, capacity: int | None, partial: bool) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        policy: str | EvictionPolicy,
+        capacity: int | None,
+        partial: bool,
+        top: _Top | None,
+    ) -> None:
         self.counts = HitCounts()
         self._workload = workload
         self._has_tokens = isinstance(workload, TokenTrace)
-        self._index = PrefixIndex(make_policy(policy) if isinstance(policy, str) else policy, nvme=self.nvme)
+        order = make_policy(policy) if isinstance(policy, str) else policy
+        self._index = PrefixIndex(with_hbm(order) if top is not None else order, nvme=self.nvme, hbm=top is not None)
+        self._hbm: HbmModel | None = None
+        if top is not None and self._index.above is not None:
+            self._hbm = HbmModel(self._index, self._index.above, top.n_blocks, top.hits)
         self._capacity = capacity
         self._partial = partial
         self._root_key = Root().key(work.namespace(workload, 1, "simulated").digest())
@@ -167,8 +216,10 @@ class _Simulation:
         if self._partial and match.partial_id >= 0:
             ids = np.append(ids, np.uint32(match.partial_id))
         whole, tokens = self._hits(index, path, match)
-        self.counts.count(work.n_blocks(self._workload, index), whole, request.input_length, tokens)
+        self.counts.count(work.n_blocks(self._workload, index), whole, request.input_length, tokens, self.doubling_tokens)
         self._find(ids, whole, self._use(index, path, is_done=False))
+        if self._hbm is not None:
+            self._hbm.used(ids)
         n_new = (path.n_rows if self._partial else path.n_full_rows) - whole
         if n_new > 0:
             use = self._use(index, path, is_done=True)
@@ -185,7 +236,10 @@ class _Simulation:
         if is_done:
             n_tokens = min(n_tokens, work.prompt_tokens(workload, index))
         n_output = hints.output_tokens if hints is not None else 0
-        return Use(workload.requests[index].timestamp_s, n_tokens, n_output, hints, block_tokens=block_tokens)
+        return Use(
+            workload.requests[index].timestamp_s, n_tokens, n_output, hints,
+            block_tokens=block_tokens, attention_doubling_tokens=self.doubling_tokens,
+        )  # fmt: skip
 
     def _hits(self, index: int, path: RowPath, match: Match) -> tuple[int, int]:
         """Blocks of which every token was found, and tokens found."""
@@ -196,9 +250,12 @@ class _Simulation:
 
     def _find(self, ids: Ids, n_hits: int, use: Use) -> None:
         """Access what was found; the first ``n_hits`` of it are hits."""
-        in_dram = int(np.count_nonzero(self._index.resident(ids[:n_hits], DRAM)))
-        self.counts.dram_block_hits += in_dram
-        self.counts.nvme_block_hits += n_hits - in_dram
+        in_hbm = self._index.resident(ids[:n_hits], HBM)
+        n_dram = int(np.count_nonzero(self._index.resident(ids[:n_hits], DRAM) & ~in_hbm))
+        n_hbm = int(np.count_nonzero(in_hbm))
+        self.counts.hbm_block_hits += n_hbm
+        self.counts.dram_block_hits += n_dram
+        self.counts.nvme_block_hits += n_hits - n_dram - n_hbm
         if len(ids):
             self._index.touch(ids, use)
 
@@ -233,18 +290,19 @@ class _Hierarchy(_Simulation):
         policy: str | EvictionPolicy,
         capacity: int | None,
         partial: bool,
+        top: _Top | None,
         nvme_blocks: int,
         write_policy: str,
         selective_hits: int,
     ) -> None:
-        super().__init__(workload, policy, capacity, partial)
+        super().__init__(workload, policy, capacity, partial, top)
         self._nvme_blocks = nvme_blocks
         self._write_policy = write_policy
         self._selective_hits = selective_hits
 
     def _find(self, ids: Ids, n_hits: int, use: Use) -> None:
         super()._find(ids, n_hits, use)
-        absent = ids[~self._index.resident(ids, DRAM)]
+        absent = ids[~(self._index.resident(ids, DRAM) | self._index.resident(ids, HBM))]
         self._index.add_dram(absent, self._slots(len(absent)))
         if self._write_policy == "selective":
             self._write(ids[self._index.table.hits[ids] >= self._selective_hits])
@@ -268,3 +326,4 @@ class _Hierarchy(_Simulation):
     def _write(self, ids: Ids) -> None:
         chain = self._index.chain_unpersisted(ids)
         self._index.add_nvme(chain, self._slots(len(chain)))
+        self.counts.nvme_written += len(chain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvstore.bench.generate import TokenTrace
@@ -29,14 +30,18 @@ class SimulationReport:
     whole_block_counts: HitCounts | None
     whole_block_points: tuple[SweepPoint, ...]
     nvme_capacity_blocks: int | None = None
+    hbm_capacity_blocks: int | None = None
     write_policy: str = "through"
 
     def to_dict(self) -> dict[str, Any]:
         """One JSON-able object with the keys of a real replay; no byte was read."""
         whole = self.whole_block_counts
         tiers: dict[str, dict[str, Any]] = {}
-        if self.nvme_capacity_blocks is not None:
+        if self.hbm_capacity_blocks is not None:
+            tiers["hbm"] = {"capacity_blocks": self.hbm_capacity_blocks, "block_hits": self.counts.hbm_block_hits}
+        if self.nvme_capacity_blocks is not None or self.hbm_capacity_blocks is not None:
             tiers["dram"] = {"capacity_blocks": self.capacity_blocks, "block_hits": self.counts.dram_block_hits}
+        if self.nvme_capacity_blocks is not None:
             tiers["nvme"] = {"capacity_blocks": self.nvme_capacity_blocks, "block_hits": self.counts.nvme_block_hits}
         return {
             "mode": "simulate",
@@ -44,6 +49,7 @@ class SimulationReport:
             "policy": self.policy,
             "capacity_blocks": self.capacity_blocks,
             "nvme_capacity_blocks": self.nvme_capacity_blocks,
+            "hbm_capacity_blocks": self.hbm_capacity_blocks,
             "write_policy": self.write_policy,
             "unique_blocks": self.unique_blocks,
             **counts_dict(self.counts),
@@ -77,14 +83,21 @@ def run_simulation(
     """Simulate at the capacities of ``options`` and, DRAM alone, at ``percents``; ``progress`` counts over all runs."""
     capacity, policy = options.capacity(workload), options.policy
     nvme_blocks, write_policy = options.nvme_capacity(workload), options.write_policy
+    hbm_blocks = options.hbm_capacity(workload)
     has_tokens = isinstance(workload, TokenTrace)
     whole: HitCounts | None = None
     whole_points: list[SweepPoint] = []
-    counts = simulate(workload, policy, capacity, nvme_blocks, write_policy, progress=progress)
-    points = sweep(workload, policy, percents, progress=progress)
+    run = partial(
+        simulate, workload, policy, capacity, nvme_blocks, write_policy, hbm_blocks=hbm_blocks,
+        attention_doubling_tokens=options.attention_doubling_tokens, progress=progress,
+    )  # fmt: skip
+    run_curve = partial(
+        sweep, workload, policy, percents,
+        attention_doubling_tokens=options.attention_doubling_tokens, progress=progress,
+    )  # fmt: skip
+    counts, points = run(), run_curve()
     if has_tokens:
-        whole = simulate(workload, policy, capacity, nvme_blocks, write_policy, partial=False, progress=progress)
-        whole_points = sweep(workload, policy, percents, partial=False, progress=progress)
+        whole, whole_points = run(partial=False), run_curve(partial=False)
     return SimulationReport(
         name=workload.name,
         policy=policy,
@@ -95,6 +108,7 @@ def run_simulation(
         whole_block_counts=whole,
         whole_block_points=tuple(whole_points),
         nvme_capacity_blocks=nvme_blocks,
+        hbm_capacity_blocks=hbm_blocks,
         write_policy=write_policy,
     )
 

@@ -23,9 +23,15 @@ from kvstore.prefix_index.policy import EvictionPolicy, Use
 
 
 def simulate_textbook(
-    trace: Trace, policy: str | EvictionPolicy, capacity_blocks: int, progress: Progress | None = None
+    trace: Trace,
+    policy: str | EvictionPolicy,
+    capacity_blocks: int,
+    *,
+    attention_doubling_tokens: float = 0.0,
+    progress: Progress | None = None,
 ) -> HitCounts:
     """Hits of a policy that knows single blocks only, with room for so many."""
+    told = attention_doubling_tokens
     if capacity_blocks < 1:
         raise BadInputError(f"capacity is {capacity_blocks} blocks; it must be at least 1")
     cache = _FlatCache(make_policy(policy) if isinstance(policy, str) else policy, capacity_blocks)
@@ -33,8 +39,11 @@ def simulate_textbook(
     for index, request in enumerate(trace.requests):
         ids = work.path_ids(trace, index)
         hits = cache.n_leading(ids)
-        counts.count(len(ids), hits, request.input_length, work.hit_tokens(trace, index, hits))
-        use = Use(request.timestamp_s, len(ids) * trace.block_tokens, block_tokens=trace.block_tokens)
+        counts.count(len(ids), hits, request.input_length, work.hit_tokens(trace, index, hits), told)
+        use = Use(
+            request.timestamp_s, len(ids) * trace.block_tokens,
+            block_tokens=trace.block_tokens, attention_doubling_tokens=told,
+        )  # fmt: skip
         for block_id in reversed(ids):
             cache.access(block_id, use)
         if progress is not None:

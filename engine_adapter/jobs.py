@@ -18,6 +18,9 @@ from kvstore.errors import DeviceError
 
 _LOG = logging.getLogger(__name__)
 
+LOOK_S = 0.0005
+"""How often who waits for a layer on a device looks whether it is complete: events wake nobody here."""
+
 
 class Job:
     """One transfer, with ``n_layers`` layers, over at ``deadline_s`` (of ``time.monotonic``) at the latest.
@@ -52,8 +55,15 @@ class Job:
     def wait_layer(self, layer: int, deadline_s: float) -> bool:
         """Block until a layer is complete; False if it won't be, or not by ``deadline_s``."""
         with self._state:
-            rest_s = max(deadline_s - time.monotonic(), 0.0)
-            self._state.wait_for(lambda: self._n_done > layer or self._over, rest_s)
+            while self._n_done <= layer and not self._over:
+                rest_s = deadline_s - time.monotonic()
+                if rest_s <= 0:
+                    return False
+                if len(self._marks) > layer:
+                    if self._moves.reached(self._marks[layer]):
+                        return True
+                    rest_s = min(rest_s, LOOK_S)
+                self._state.wait(rest_s)
             return self._n_done > layer
 
     def let_wait(self, layer: int, stream: int, deadline_s: float) -> bool:
@@ -119,14 +129,16 @@ class Job:
 
     def finish(self, reason: str = "") -> None:
         """It is over, with success unless there is a reason why not. Blocks until the copies under way are."""
+        settled = True
         if not self._over:
             try:
                 self._moves.settle()
             except DeviceError as error:
-                reason = reason or str(error)
+                reason, settled = reason or str(error), False
         with self._state:
             if not self._over:
                 self._over, self.reason = True, reason
+                self._n_done = len(self._marks) if settled else self._n_done
                 self._state.notify_all()
 
 

@@ -51,6 +51,10 @@ class Moves(Protocol):
         """Block until a point is reached. Raises DeviceError if the device failed."""
         ...
 
+    def reached(self, mark: int | None) -> bool:
+        """Whether a point is reached. Does not block."""
+        ...
+
     def let_wait(self, stream: int, mark: int | None) -> None:
         """What the engine's stream is given from now on comes after a point. Does not block."""
         ...
@@ -101,6 +105,10 @@ class HostMoves:
 
     def sync(self, mark: int | None) -> None:
         """See ``Moves``."""
+
+    def reached(self, mark: int | None) -> bool:  # noqa: ARG002
+        """See ``Moves``."""
+        return True
 
     def let_wait(self, stream: int, mark: int | None) -> None:
         """See ``Moves``."""

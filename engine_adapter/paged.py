@@ -141,7 +141,8 @@ class PagedStore:
         after ``wait_layer``, or on a stream after ``let_wait``.
 
         Page 0 of a row holds its token 0. Of layers with a window only the blocks of the window before the end of the
-        hit come, if the namespace is hybrid. The pages are the job's until it is over or cancelled.
+        hit come, if the namespace is hybrid. The pages are the job's until it is over or cancelled; none may be in
+        two rows on a device.
         """
         firsts = list(first_tokens) if first_tokens is not None else [0] * len(found)
         job = LoadJob(len(found), len(self._engine.layers), deadline_s)

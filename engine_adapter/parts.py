@@ -19,9 +19,10 @@ from kvstore.types import GroupKind, KVGroup, Namespace
 Handle = NamespaceHandle | HybridHandle
 
 
-def open_namespace(client: Client, namespace: Namespace) -> Handle:
+def open_namespace(client: Client, namespace: Namespace, attention_doubling_tokens: float = 0.0) -> Handle:
     """``client.open`` or ``client.open_hybrid``, whichever the spec asks for."""
-    return (client.open_hybrid if parts_of(namespace.spec) else client.open)(namespace)
+    opened = client.open_hybrid if parts_of(namespace.spec) else client.open
+    return opened(namespace, attention_doubling_tokens=attention_doubling_tokens)
 
 
 def held_of(lease: Lease, part: int) -> Lease | GroupView:

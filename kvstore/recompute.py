@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvstore.errors import BadInputError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -13,25 +16,25 @@ Ints = NDArray[np.int64]
 DOUBLING_TOKENS_MAX = 1e12
 
 
-def attention_doubling_tokens(n_parameters: float, layers: int, query_heads: int, head_dim: int) -> float:
-    """The position at which attention to all tokens before costs as much as everything else of a token.
+def doubling_tokens_of(n_parameters: float, layers: int, query_heads: int, head_dim: int) -> float:
+    """The position at which attention to all tokens before costs as much as everything else of a token, D.
 
-    That is 2 N / (4 L H d): a token takes 2 N operations for N parameters that it is multiplied with, and 4 H d more
-    in each of L layers for every token before it. 30,500 for Llama-3-8B, 53,000 for its 70B. 0, for unknown, if a
-    factor is.
+    2 N / (4 L H d): a token takes 2 N operations for N parameters that it is multiplied with, and in each of L layers
+    4 H d more for every token before it. 30,500 for Llama-3-8B, 53,400 for its 70B. 0, for unknown, if a factor is.
     """
     per_position = 4.0 * layers * query_heads * head_dim
     return 2.0 * n_parameters / per_position if n_parameters > 0 and per_position > 0 else 0.0
 
 
-@overload
-def prefill_cost(n_tokens: float, doubling_tokens: float) -> float: ...
-@overload
-def prefill_cost(n_tokens: Ints, doubling_tokens: float) -> Floats: ...
-def prefill_cost(n_tokens: float | Ints, doubling_tokens: float) -> float | Floats:
-    """Cost of computing a prompt's first tokens, in units of its very first: n + n**2 / (2 D). Where ``doubling_tokens``
-    is 0, every token costs the same."""
-    return n_tokens * mean_cost(0, n_tokens, doubling_tokens)
+def checked_doubling_tokens(value: object) -> float:
+    """As a number. Raises BadInputError unless it is 0, for unknown, or may be such a position."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not (value == 0 or 1 <= value <= DOUBLING_TOKENS_MAX):
+        raise BadInputError(
+            f"attention_doubling_tokens is {value!r:.80}; it must be 0, if it isn't known, or a number of tokens "
+            f"from 1 to {DOUBLING_TOKENS_MAX:.0e}"
+        )
+    return float(value)
 
 
 @overload
@@ -39,5 +42,18 @@ def mean_cost(first: float, end: float, doubling_tokens: float) -> float: ...
 @overload
 def mean_cost(first: float | Ints, end: Ints, doubling_tokens: float) -> Floats: ...
 def mean_cost(first: float | Ints, end: float | Ints, doubling_tokens: float) -> float | Floats:
-    """Cost of a token on average over positions ``first`` to ``end - 1``: 1 + p / D at position p."""
-    return 1 + (first + end) / (2 * doubling_tokens) if doubling_tokens else 0.0 * end + 1.0
+    """What a token costs on average over positions ``first`` to ``end - 1``, in units of a prompt's very first.
+
+    1 + p / D at position p; 1 everywhere where ``doubling_tokens`` is 0."""
+    if not doubling_tokens:
+        return np.ones(len(end)) if isinstance(end, np.ndarray) else 1.0
+    return 1 + (first + end) / (2 * doubling_tokens)
+
+
+@overload
+def prefill_cost(n_tokens: float, doubling_tokens: float) -> float: ...
+@overload
+def prefill_cost(n_tokens: Ints, doubling_tokens: float) -> Floats: ...
+def prefill_cost(n_tokens: float | Ints, doubling_tokens: float) -> float | Floats:
+    """What computing a prompt's first tokens costs, in units of the very first."""
+    return n_tokens * mean_cost(0, n_tokens, doubling_tokens)

@@ -317,10 +317,12 @@ class BlockTable:
         return np.flatnonzero(self.residency[: self.n_used].view("<u2")[tier::TIERS])
 
     def _evictable(self, at: At | slice, tier: int) -> NDArray[np.bool_]:
+        mask: NDArray[np.bool_]
         if tier == HBM:
-            return (self.refs[at] == 0) & (self.hbm_slot[at] >= 0) & (self.n_hbm_children[at] == 0)
+            mask = (self.refs[at] == 0) & (self.hbm_slot[at] >= 0) & (self.n_hbm_children[at] == 0)
+            return mask
         residency = self.residency[at]
-        mask: NDArray[np.bool_] = (self.refs[at] == 0) & ((residency & residency_bit(tier)) != 0)
+        mask = (self.refs[at] == 0) & ((residency & residency_bit(tier)) != 0)
         if tier == DRAM:
             mask &= self.n_dram_children[at] == 0
         else:

@@ -165,6 +165,10 @@ class Evictor:
 
     def _look(self) -> bool:
         """Take a new snapshot; False if nothing is evictable."""
+        with self._policy.timed():
+            return self._look_at_all()
+
+    def _look_at_all(self) -> bool:
         self.forget()
         ids = self._mine(self._table.all_evictable(self._tier))
         if self._aside:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 
 from kvstore.hints import Hints
 from kvstore.prefix_index.block_table import DRAM, At, BlockTable
+
+_UNTIMED: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,10 @@ class EvictionPolicy(ABC):
     def rank(self, ids: At, tier: int) -> NDArray[np.float64]:
         """Lower goes first. Changes nothing; the evictor writes the answer to ``table.ranks(tier)``."""
         return self.table.ranks(tier)[ids]
+
+    def timed(self) -> AbstractContextManager[None]:
+        """To be inside of while working for this policy outside of its calls: see ``policy_time``."""
+        return _UNTIMED
 
     def close(self) -> None:  # noqa: B027
         """Nobody asks any more: ends what it has running beside. Idempotent; may block for some milliseconds."""

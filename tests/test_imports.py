@@ -11,7 +11,7 @@ PACKAGE = Path(kvstore.__file__).parent
 
 LEAVES = {
     "types", "errors", "shards", "hybrid", "hints", "config", "clock", "metrics", "tokens", "native", "logs", "version",
-    "load_time",
+    "load_time", "recompute", "facts",
 }  # fmt: skip
 SIBLINGS = {"prefix_index", "tiers", "compression", "device", "plan"}
 OFFLOADING = {"offload", "lives", "persist", "jobs"}
@@ -39,7 +39,10 @@ ALLOWED: dict[str, set[str]] = {
     "holder": LEAVES,
     "takeover": LEAVES | SIBLINGS | {"holder"},
     "store": LEAVES | SIBLINGS | OFFLOADING | {"cleaner", "lease", "room", "onboard", "takeover", "promote"},
-    "server": LEAVES | SIBLINGS | OFFLOADING | {"lease", "room", "onboard", "takeover", "promote", "store", "wire", "http"},
+    "server": LEAVES
+    | SIBLINGS
+    | OFFLOADING
+    | {"lease", "room", "onboard", "takeover", "promote", "store", "wire", "http"},
     "client": LEAVES | {"wire"},
     "embedded": LEAVES | SIBLINGS | {"server", "client"},
     "engine_adapter": LEAVES | {"client", "device", "compression", "plan"},

@@ -41,8 +41,8 @@ def decode_attention(
     layout = pages.layout
     if q.dim() != 3 or q.shape[0] != len(pages) or q.shape[2] != layout.key_dim or q.stride(2) != 1:
         raise BadInputError(
-            f"q is {tuple(q.shape)} with strides {q.stride()}; give [{len(pages)} requests, q_heads, {layout.key_dim}], "
-            "the last dimension contiguous"
+            f"q is {tuple(q.shape)} with strides {q.stride()}; give [{len(pages)} requests, q_heads, "
+            f"{layout.key_dim}], the last dimension contiguous"
         )
     if not q.shape[1] or q.shape[1] % layout.kv_heads:
         raise BadInputError(f"{q.shape[1]} query heads can't share {layout.kv_heads} kv heads evenly")
@@ -69,7 +69,12 @@ def decode_attention(
 
 def _check_out(out: Part[torch.Tensor], q: torch.Tensor, value_dim: int) -> None:
     for name, array, shape in (("output", out.output, (*q.shape[:2], value_dim)), ("lse", out.lse, q.shape[:2])):
-        if array.shape != shape or array.dtype != torch.float32 or not array.is_contiguous() or array.device != q.device:
+        if (
+            array.shape != shape
+            or array.dtype != torch.float32
+            or not array.is_contiguous()
+            or array.device != q.device
+        ):
             raise BadInputError(
                 f"out.{name} is {array.dtype} {tuple(array.shape)} on {array.device}; it must be contiguous float32 "
                 f"{tuple(shape)} on {q.device}"
@@ -83,5 +88,7 @@ def _backend(device: torch.device, asked: str | None) -> str:
     if backend == "torch" and device.type != "cpu":
         raise BadInputError(f"the backend torch reads pages in the memory of this process, not on {device}")
     if backend == "triton" and importlib.util.find_spec("triton") is None:
-        raise DeviceError(f"attention on {device} needs triton: pip install triton, or kvstored's extra cuda12 or cuda13")
+        raise DeviceError(
+            f"attention on {device} needs triton: pip install triton, or kvstored's extra cuda12 or cuda13"
+        )
     return backend

@@ -50,16 +50,12 @@ def _attend(
     return Part(output.reshape(len(q), layout.value_dim), lse.reshape(len(q)))
 
 
-def _gather(
-    pages: KVPages, row: NDArray[np.int64], start: int, end: int, dim: int, offset_bytes: int
-) -> torch.Tensor:
+def _gather(pages: KVPages, row: NDArray[np.int64], start: int, end: int, dim: int, offset_bytes: int) -> torch.Tensor:
     """K, or what lies ``offset_bytes`` after it, of tokens of a request: float32 [kv_heads, tokens, dim]."""
     layout = pages.layout
     n_tokens, row_bytes = end - start, dim * layout.dtype.itemsize
     gathered = torch.empty((layout.kv_heads, n_tokens, dim), dtype=layout.dtype)
     to = Pages(np.zeros(1, np.int64), n_tokens, Strides(row_bytes, n_tokens * row_bytes))
     come_from = Pages(row, layout.page_tokens, Strides(*layout.row_bytes[:2]), start)
-    copy_runs(
-        plan_runs(to, come_from, n_tokens, layout.kv_heads, row_bytes), gathered.data_ptr(), offset_bytes
-    )
+    copy_runs(plan_runs(to, come_from, n_tokens, layout.kv_heads, row_bytes), gathered.data_ptr(), offset_bytes)
     return gathered.float()

@@ -17,14 +17,31 @@ import triton.language as tl
 
 
 @triton.jit
-def _rounded_parts(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rounded_parts(x, dtype: tl.constexpr):
     """float32 as two numbers of ``dtype`` whose sum it is, nearly."""
     high = x.to(dtype)
     return high, (x - high.to(tl.float32)).to(dtype)
 
 
 @triton.jit
-def decode_split(  # type: ignore[no-untyped-def]
+def _load(rows, at, dim: tl.constexpr, is_there, as_float32: tl.constexpr):
+    """A tile of rows: those that are there, ``dim`` elements of each, else zeros."""
+    tile = tl.load(rows[:, None] + at[None, :], mask=is_there[:, None] & (at[None, :] < dim), other=0.0)
+    if as_float32:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def _hinted(rows, is_aligned: tl.constexpr):
+    """Of pointers made from integers nothing is known: without a hint they are loaded from element by element."""
+    if is_aligned:
+        rows = tl.multiple_of(rows, 16)
+    return rows
+
+
+@triton.jit
+def decode_split(
     outputs,  # float32 [splits, requests, q_heads, value_dim]
     lses,  # float32 [splits, requests, q_heads], natural logarithms
     q,  # [requests, q_heads, key_dim], its last dimension contiguous
@@ -69,18 +86,11 @@ def decode_split(  # type: ignore[no-untyped-def]
     value_at = tl.arange(0, block_value)
     in_key: tl.constexpr = value_dim if is_latent else key_dim
 
-    q_rows = q + request.to(tl.int64) * q_request_stride + head[:, None].to(tl.int64) * q_head_stride
-    queries = tl.load(q_rows + key_at[None, :], mask=is_head[:, None] & (key_at[None, :] < in_key), other=0.0)
-    if as_float32:
-        queries = queries.to(tl.float32)
+    q_rows = q + request.to(tl.int64) * q_request_stride + head.to(tl.int64) * q_head_stride
+    queries = _load(q_rows, key_at, in_key, is_head, as_float32)
     if block_rest > 0:
         rest_at = tl.arange(0, block_rest)
-        in_rest: tl.constexpr = key_dim - value_dim
-        rest_queries = tl.load(
-            q_rows + value_dim + rest_at[None, :], mask=is_head[:, None] & (rest_at[None, :] < in_rest), other=0.0
-        )
-        if as_float32:
-            rest_queries = rest_queries.to(tl.float32)
+        rest_queries = _load(q_rows + value_dim, rest_at, key_dim - value_dim, is_head, as_float32)
 
     # Tiles of sinks and tiles of what the window has are counted together, and that many shared by the splits.
     page_table = addresses + tl.load(indptr + request)
@@ -109,38 +119,17 @@ def decode_split(  # type: ignore[no-untyped-def]
             is_visible = (token >= first) & (token < end)
         page = tl.load(page_table + token // page_tokens, mask=is_visible, other=0)
         rows = page.to(tl.pointer_type(row_dtype)) + (token % page_tokens).to(tl.int64) * token_stride
-        rows += kv_head.to(tl.int64) * head_stride
-        if is_aligned:
-            rows = tl.multiple_of(rows, 16)
-        keys = tl.load(
-            rows[:, None] + key_at[None, :], mask=is_visible[:, None] & (key_at[None, :] < in_key), other=0.0
-        )
-        if as_float32:
-            keys = keys.to(tl.float32)
+        rows = _hinted(rows + kv_head.to(tl.int64) * head_stride, is_aligned)
+        keys = _load(rows, key_at, in_key, is_visible, as_float32)
         logits = tl.dot(queries, tl.trans(keys), input_precision="tf32x3")
         if block_rest > 0:
-            rest = tl.load(
-                rows[:, None] + value_dim + rest_at[None, :],
-                mask=is_visible[:, None] & (rest_at[None, :] < in_rest),
-                other=0.0,
-            )
-            if as_float32:
-                rest = rest.to(tl.float32)
+            rest = _load(rows + value_dim, rest_at, key_dim - value_dim, is_visible, as_float32)
             logits = tl.dot(rest_queries, tl.trans(rest), logits, input_precision="tf32x3")
         logits = tl.where(is_visible[None, :], logits * scale_log2, float("-inf"))
         if is_latent:
             values = keys
         else:
-            value_rows = rows + value_offset
-            if is_aligned:
-                value_rows = tl.multiple_of(value_rows, 16)
-            values = tl.load(
-                value_rows[:, None] + value_at[None, :],
-                mask=is_visible[:, None] & (value_at[None, :] < value_dim),
-                other=0.0,
-            )
-            if as_float32:
-                values = values.to(tl.float32)
+            values = _load(_hinted(rows + value_offset, is_aligned), value_at, value_dim, is_visible, as_float32)
 
         # A tile of this loop has at least one visible token, so ``raised`` is finite.
         raised = tl.maximum(most, tl.max(logits, 1))
@@ -156,8 +145,9 @@ def decode_split(  # type: ignore[no-untyped-def]
             output = tl.dot(high, values, output)
             output = tl.dot(low, values, output)
 
-    output = output / tl.where(total > 0, total, 1.0)[:, None]
-    lse = (most + tl.log2(total)) * 0.6931471805599453
+    divisor = tl.where(total > 0, total, 1.0)
+    output = output / divisor[:, None]
+    lse = (most + tl.log2(divisor)) * 0.6931471805599453
     n_requests = tl.num_programs(0)
     row = (split.to(tl.int64) * n_requests + request) * (kv_heads * group) + head
     tl.store(lses + row, lse, mask=is_head)
@@ -169,7 +159,7 @@ def decode_split(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def merge_splits(  # type: ignore[no-untyped-def]
+def merge_splits(
     output,  # float32 [rows, value_dim]
     lse,  # float32 [rows]
     outputs,  # float32 [splits, rows, value_dim]
@@ -193,5 +183,6 @@ def merge_splits(  # type: ignore[no-untyped-def]
         weight = tl.sum(tl.where(split == i, weights, 0.0), 0)
         part = tl.load(outputs + (i * n_rows + row) * value_dim + value_at, mask=value_at < value_dim, other=0.0)
         merged += weight * part
-    tl.store(lse + row, most + tl.log(total))
-    tl.store(output + row * value_dim + value_at, merged / tl.where(total > 0, total, 1.0), mask=value_at < value_dim)
+    divisor = tl.where(total > 0, total, 1.0)
+    tl.store(lse + row, most + tl.log(divisor))
+    tl.store(output + row * value_dim + value_at, merged / divisor, mask=value_at < value_dim)

@@ -19,31 +19,39 @@ SPLIT_TILES = 4
 """A split has at least as many tiles, so that merging costs little beside it."""
 DOT_MIN = 16
 """No side of a product of tiles may be smaller."""
+BLOCK_HEADS_MAX = 32
+N_STAGES = 2
+"""Tiles on their way from memory while one is computed on, and that one."""
+LATENT_FLOAT32_MAX = 256
 
 
 class Tiling(NamedTuple):
-    """What one program takes at a time, and with how many threads: ``n_warps`` of 32. Compiled without spills for sm_80,
-    sm_90 and sm_100, in at most 99 KiB of shared memory."""
+    """What one program takes at a time, and with how many threads: ``n_warps`` of 32."""
 
     block_heads: int
     block_tokens: int
     n_warps: int
-    n_stages: int
 
 
 def tiling(layout: PageLayout, group: int) -> Tiling:
-    """The tiling for ``group`` query heads a kv head. Raises BadInputError for latents of float32: they don't fit."""
-    block_heads = min(max(triton.next_power_of_2(group), DOT_MIN), 32)
-    few = block_heads == DOT_MIN
-    if layout.is_latent and layout.dtype == torch.float32 and layout.key_dim > 256:
-        raise BadInputError(f"a latent of {layout.key_dim} float32 is too large for a GPU's registers; store 16-bit ones")
-    if max(layout.key_dim, layout.value_dim) > 256:
-        return Tiling(block_heads, 32, 4 if few else 8, 2)
-    if max(layout.key_dim, layout.value_dim) > 128:
-        if layout.dtype == torch.float32:
-            return Tiling(block_heads, 16, 8, 2)
-        return Tiling(block_heads, 64, 4, 2) if few else Tiling(block_heads, 32, 8, 2)
-    return Tiling(block_heads, 32 if layout.dtype == torch.float32 else 64, 4 if few else 8, 2)
+    """The tiling for ``group`` query heads a kv head.
+
+    Chosen so that nothing spills on sm_80, sm_90 and sm_100, and that 99 KiB of shared memory are enough.
+
+    Raises BadInputError for a latent of float32 that is wider than 256: it does not fit.
+    """
+    is_float32, is_wide = layout.dtype == torch.float32, max(layout.key_dim, layout.value_dim) > 128
+    if is_float32 and layout.is_latent and layout.key_dim > LATENT_FLOAT32_MAX:
+        raise BadInputError(
+            f"a latent of {layout.key_dim} float32 does not fit into a GPU's registers, {LATENT_FLOAT32_MAX} do; keep "
+            "latents in 16 bits"
+        )
+    if is_wide and is_float32:
+        return Tiling(DOT_MIN, 16, 8)
+    block_heads = min(max(int(triton.next_power_of_2(group)), DOT_MIN), BLOCK_HEADS_MAX)
+    if is_wide:
+        return Tiling(block_heads, 32, 8)
+    return Tiling(block_heads, 32 if is_float32 else 64, 4 if block_heads == DOT_MIN else 8)
 
 
 def constants(layout: PageLayout, group: int, *, is_aligned: bool, has_sinks: bool, as_float32: bool) -> dict[str, Any]:
@@ -113,7 +121,7 @@ def decode_splits(
             layout.value_offset,
             **fixed,
             num_warps=chosen.n_warps,
-            num_stages=chosen.n_stages,
+            num_stages=N_STAGES,
             enable_fp_fusion=True,
         )
 

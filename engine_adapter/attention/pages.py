@@ -75,7 +75,9 @@ class PageLayout:
             raise BadInputError(f"layer {layer} is {group.layout} of {group.dtype}; attention can't read that in place")
         is_latent = group.kind is GroupKind.MLA
         if is_latent and value_dim is None:
-            raise BadInputError(f"value_dim is missing: layer {layer} is a latent of {group.head_dim}, part of it value")
+            raise BadInputError(
+                f"value_dim is missing: layer {layer} is a latent of {group.head_dim}, part of it value"
+            )
         size = place.unit_bytes // group.head_dim
         return cls(
             DTYPES[group.dtype],
@@ -178,8 +180,8 @@ class KVPages:
         """
         if keys.dim() != 4 or keys.shape[:3] != values.shape[:3] or keys.stride() != values.stride():
             raise BadInputError(
-                f"K is {tuple(keys.shape)} with strides {keys.stride()}, V {tuple(values.shape)} with {values.stride()}; "
-                "give [n_pages, page_tokens, kv_heads, dim] with equal strides"
+                f"K is {tuple(keys.shape)} with strides {keys.stride()}, V {tuple(values.shape)} with "
+                f"{values.stride()}; give [n_pages, page_tokens, kv_heads, dim] with equal strides"
             )
         distance = values.data_ptr() - keys.data_ptr()
         if keys.dtype != values.dtype or keys.stride(3) != 1 or distance % keys.dtype.itemsize:
@@ -206,7 +208,7 @@ class KVPages:
         sink_tokens: int = 0,
         first_positions: torch.Tensor | int = 0,
     ) -> KVPages:
-        """The same pages, of which a query sees ``window_tokens``, itself included, and a prompt's first ``sink_tokens``.
+        """The same pages; a query sees ``window_tokens``, itself included, and its prompt's first ``sink_tokens``.
 
         ``positions``: of each request's query, int [requests]; ``first_positions``: of the first token of its pages,
         where that is not the prompt's first. Does not wait for the device.

@@ -21,11 +21,15 @@ PADDING_BYTES = 2 * ALIGNMENT_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Runs of bytes that lie at ``host`` and at ``device``, uint64 ``[n]`` each, ``sizes`` in bytes; none is empty."""
+    """Runs of bytes that lie at ``host`` and at ``device``, uint64 ``[n]`` each, ``sizes`` in bytes; none is empty.
+
+    ``regions``, int64 ``[n]``: what lies in different ones is never moved as one, however close it is.
+    """
 
     host: Addresses
     device: Addresses
     sizes: Sizes
+    regions: NDArray[np.int64]
 
     @classmethod
     def of(cls, copies: Sequence[Copy], *, to_device: bool) -> Copies:
@@ -35,8 +39,9 @@ class Copies:
         host, device = (come_from, to) if to_device else (to, come_from)
         if not copies:
             nothing = np.empty(0, np.uint64)
-            return cls(nothing, nothing, nothing)
-        made = cls(np.concatenate(host), np.concatenate(device), np.concatenate([each.runs.sizes for each in copies]))
+            return cls(nothing, nothing, nothing, np.empty(0, np.int64))
+        sizes = np.concatenate([each.runs.sizes for each in copies])
+        made = cls(np.concatenate(host), np.concatenate(device), sizes, np.zeros(len(sizes), np.int64))
         in_order = len(made) < 2 or bool((made.host[1:] >= made.host[:-1]).all())
         return made if in_order else made.chosen(np.argsort(made.host, kind="stable"))
 
@@ -50,7 +55,7 @@ class Copies:
 
     def chosen(self, which: NDArray[np.intp] | NDArray[np.bool_] | slice) -> Copies:
         """Some of them, by index."""
-        return Copies(self.host[which], self.device[which], self.sizes[which])
+        return Copies(self.host[which], self.device[which], self.sizes[which], self.regions[which])
 
     def cut(self, run_bytes_max: int) -> Copies:
         """The same bytes with no run longer than that."""
@@ -62,7 +67,16 @@ class Copies:
         first = np.cumsum(counts) - counts
         offsets = (np.arange(len(which), dtype=np.uint64) - first[which]) * most
         sizes = np.minimum(self.sizes[which] - offsets, most)
-        return Copies(self.host[which] + offsets, self.device[which] + offsets, sizes)
+        return Copies(self.host[which] + offsets, self.device[which] + offsets, sizes, self.regions[which])
+
+    def span_starts(self) -> NDArray[np.intp]:
+        """Where contiguous spans of host memory begin, as indices of runs. The runs are in the order of their host
+        addresses; some may lie in one another, as rows share blocks."""
+        if not len(self):
+            return np.empty(0, np.intp)
+        ends = np.maximum.accumulate(self.host + self.sizes)
+        apart = (self.host[1:] > ends[:-1]) | (self.regions[1:] != self.regions[:-1])
+        return np.concatenate(([0], np.flatnonzero(apart) + 1))
 
     def pieces(self, bytes_max: int, runs_max: int) -> Iterator[Copies]:
         """Cut into parts that take no more than ``bytes_max`` when packed, and have no more than ``runs_max`` runs."""
@@ -92,12 +106,10 @@ class Packed(NamedTuple):
 
 
 def packed(copies: Copies) -> Packed:
-    """Pack runs that are in the order of their host addresses. Some may lie in one another, as rows share blocks."""
-    ends = np.maximum.accumulate(copies.host + copies.sizes)
-    apart = np.flatnonzero(copies.host[1:] > ends[:-1]) + 1
-    first = np.concatenate(([0], apart))
+    """Pack runs that are in the order of their host addresses."""
+    first = copies.span_starts()
     starts = copies.host[first]
-    sizes = np.append(ends[apart - 1], ends[-1]) - starts
+    sizes = np.maximum.reduceat(copies.host + copies.sizes, first) - starts
     # As far from an aligned address as in host memory.
     inside = starts % np.uint64(ALIGNMENT_BYTES)
     room = (inside + sizes + np.uint64(ALIGNMENT_BYTES - 1)) // np.uint64(ALIGNMENT_BYTES) * np.uint64(ALIGNMENT_BYTES)

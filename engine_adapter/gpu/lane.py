@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -71,10 +71,11 @@ class Lane:
             try:
                 with self._pinned.use(copies.host, copies.sizes) as use:
                     registered = use.mapped != 0
+                    apart = replace(copies, regions=use.regions)
                     if registered.all():
-                        self._move(copies, use.mapped, given)
+                        self._move(apart, use.mapped, given)
                     elif registered.any():
-                        self._move(copies.chosen(registered), use.mapped[registered], given)
+                        self._move(apart.chosen(registered), use.mapped[registered], given)
                 if not registered.all():
                     self._bounced(copies.chosen(~registered), given)
             finally:
@@ -103,14 +104,14 @@ class Lane:
         """Copies whose host memory is registered, and lies at ``mapped`` for kernels."""
         if not len(copies) or not given.going():
             return
-        route = self._choice.route(self.direction, copies.n_bytes, len(copies), n_spans(copies))
+        route = self._choice.route(self.direction, copies.n_bytes, len(copies), len(copies.span_starts()))
         given.routes.add(route)
         self._counters.add(f"{self.direction}_{route}_bytes", copies.n_bytes)
         if route is Route.DIRECT:
             for piece in given.while_going(copies.pieces(GIVEN_BYTES_MAX, self._sizes.table_runs)):
                 self._copy(piece.host, piece.device, piece.sizes)
         elif route is Route.KERNEL:
-            seen = Copies(mapped, copies.device, copies.sizes)
+            seen = replace(copies, host=mapped)
             for piece in given.while_going(seen.pieces(GIVEN_BYTES_MAX, self._sizes.table_runs)):
                 self._by_kernel(piece.host, piece.device, piece.sizes, COPY_BLOCKS)
         else:
@@ -141,7 +142,7 @@ class Lane:
             packing = packed(part)
             piece = self._bounce.take_for_host()
             ours = np.uint64(piece.address) + packing.offsets
-            here = Copies(np.uint64(piece.address) + packing.at, part.device, part.sizes)
+            here = replace(part, host=np.uint64(piece.address) + packing.at)
             if self.direction is Direction.LOAD:
                 native.copy_batch(ours, packing.starts, packing.sizes)
             try:
@@ -192,9 +193,3 @@ class _Drain:
 
     def __call__(self) -> None:
         native.copy_batch(self.to, self.come_from, self.sizes)
-
-
-def n_spans(copies: Copies) -> int:
-    """How many contiguous spans of host memory these are; they are in the order of their host addresses."""
-    ends = np.maximum.accumulate(copies.host + copies.sizes)
-    return 1 + int(np.count_nonzero(copies.host[1:] > ends[:-1]))

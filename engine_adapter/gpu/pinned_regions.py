@@ -1,8 +1,8 @@
 """The daemon's memory as a device sees it: mapped regions registered once, each on its own, in the background.
 
 Registering takes some 0.3 ms a MiB. So transfers never wait for it: what they find not registered (yet, or because the
-device can't) goes through pinned memory of our own. Who needs addresses for kernels waits for just those regions. One is
-unregistered before it is unmapped, as it is kept until then; and never while somebody uses it.
+device can't) goes through pinned memory of our own. Who needs addresses for kernels waits for just those regions.
+A region is unregistered before it is unmapped, as it is kept until then; and never while somebody uses it.
 """
 
 from __future__ import annotations
@@ -58,12 +58,14 @@ _EMPTY = _Table(_NOTHING, _NOTHING, _NOTHING, ())
 
 class Use:
     """Regions that stay registered until ``end``; also a context. ``mapped``, uint64 ``[n]``: where what was asked for
-    lies for kernels, 0 where it is not registered."""
+    lies for kernels, 0 where it is not registered; ``regions``, int64 ``[n]``, tells apart in which it lies."""
 
-    def __init__(self, owner: PinnedRegions, mapped: Addresses, regions: list[_Region]) -> None:
-        self.mapped = mapped
+    def __init__(
+        self, owner: PinnedRegions, mapped: Addresses, regions: NDArray[np.int64], used: list[_Region]
+    ) -> None:
+        self.mapped, self.regions = mapped, regions
         self._owner = owner
-        self._regions = regions
+        self._used = used
 
     @property
     def whole(self) -> bool:
@@ -72,8 +74,8 @@ class Use:
 
     def end(self) -> None:
         """The addresses are not used from here on by anything that is yet to be given to the device. Idempotent."""
-        regions, self._regions = self._regions, []
-        self._owner.end_use(regions)
+        used, self._used = self._used, []
+        self._owner.end_use(used)
 
     def __enter__(self) -> Self:
         return self
@@ -149,7 +151,7 @@ class PinnedRegions:
             regions = [table.regions[i] for i in np.unique(which[which >= 0])]
             for region in regions:
                 region.n_users += 1
-        return Use(self, mapped, regions)
+        return Use(self, mapped, which.astype(np.int64), regions)
 
     def use_all(self, addresses: Addresses, sizes: NDArray[np.uint64], deadline_s: float) -> Use:
         """As ``use``, after waiting (until ``deadline_s``, monotonic) for regions that are being registered.

@@ -97,6 +97,10 @@ class StagedMoves:
         if mark is not None and self._unsettled:
             self._device.sync_event(mark)
 
+    def reached(self, mark: int | None) -> bool:
+        """See ``Moves``."""
+        return mark is None or not self._unsettled or self._device.query(mark)
+
     def let_wait(self, stream: int, mark: int | None) -> None:
         """See ``Moves``."""
         if mark is not None and self._unsettled:

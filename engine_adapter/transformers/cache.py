@@ -16,6 +16,7 @@ import torch
 from transformers.cache_utils import Cache, DummyLayer, DynamicCache
 
 from kvstore.client import Client, Wait
+from kvstore.engine_adapter.attention_cost import doubling_tokens_of_config
 from kvstore.engine_adapter.block_layout import BlockLayout
 from kvstore.engine_adapter.block_writer import BlockWriter
 from kvstore.engine_adapter.counters import SharedCounters
@@ -356,7 +357,8 @@ def _host_ids(input_ids: torch.Tensor) -> Ids:
 
 def _handle(store: Client | Handle, model: Any, **identity: Any) -> Handle:
     if isinstance(store, Client):
-        return open_namespace(store, namespace_of(model, tenant=store.tenant, **identity))
+        told = doubling_tokens_of_config(model.config.get_text_config(decoder=True))
+        return open_namespace(store, namespace_of(model, tenant=store.tenant, **identity), told)
     if not isinstance(store, Handle):
         raise BadInputError(f"store is {store!r:.80}; give a kvstore.Client, or what open() or open_hybrid() returned")
     given = store.namespace

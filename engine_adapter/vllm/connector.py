@@ -13,6 +13,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore.clock import SystemClock
+from kvstore.engine_adapter.attention_cost import doubling_tokens_of_config
 from kvstore.engine_adapter.counters import SharedCounters
 from kvstore.engine_adapter.vllm.events import Events
 from kvstore.engine_adapter.vllm.guard import Guard, logger
@@ -129,6 +130,7 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
             block_level_failures=len(self._kv_cache_config.kv_cache_groups) == 1,
             waits_for_saves=recycles,
             counters=self._counters,
+            attention_doubling_tokens=doubling_tokens_of_config(self._vllm_config.model_config.hf_text_config),
         )
 
     def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:

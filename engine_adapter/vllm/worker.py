@@ -41,6 +41,7 @@ class WorkerSide:
         block_level_failures: bool,
         waits_for_saves: bool,
         counters: SharedCounters,
+        attention_doubling_tokens: float = 0.0,
     ) -> None:
         self._options, self._namespace, self._layers = options, namespace, layers
         self._layer_numbers = layer_numbers
@@ -51,7 +52,9 @@ class WorkerSide:
         # Two clients, as one call at a time is under way in each: loads don't stand behind saves.
         self._loader = self._connect("vllm loads")
         self._saver = self._connect("vllm saves")
-        self._load_from, self._save_to = _Opened(self._loader, namespace), _Opened(self._saver, namespace)
+        self._load_from, self._save_to = (
+            _Opened(client, namespace, attention_doubling_tokens) for client in (self._loader, self._saver)
+        )
         # One thread each: a prompt's blocks are stored in their order.
         self._load_thread = Workers(1, LOADS_MAX, counters)
         self._save_thread = Workers(1, options.save_queue_max, counters)
@@ -268,13 +271,14 @@ class WorkerSide:
 class _Opened:
     """A worker's namespace as one client sees it, with the revision that is in use. For one thread."""
 
-    def __init__(self, client: Client, namespace: Namespace) -> None:
+    def __init__(self, client: Client, namespace: Namespace, attention_doubling_tokens: float) -> None:
         self._client, self._namespace = client, namespace
+        self._doubling_tokens = attention_doubling_tokens
         self._handle: Handle | None = None
 
     def at(self, revision: str) -> Handle:
         """The handle; asks the daemon nothing."""
         if self._handle is None or self._handle.namespace.revision != revision:
             namespace = replace(self._namespace, revision=revision)
-            self._handle = open_namespace(self._client, namespace)
+            self._handle = open_namespace(self._client, namespace, self._doubling_tokens)
         return self._handle

@@ -39,6 +39,7 @@ from kvstore.cli.bench_gpu import gpu
 from kvstore.cli.daemon_process import free_port, own_daemon, own_process
 from kvstore.cli.nvme_place import nvme_directory, room_for
 from kvstore.cli.params import SIZE, json_option, output_option
+from kvstore.cli.showing import show
 from kvstore.errors import IntegrityError
 from kvstore.tiers.nvme.direct import DEPTH
 
@@ -132,13 +133,13 @@ def bandwidth(
             report = run_bandwidth(options, str(socket_path), step=tell)
     nvme = None if tier == "dram" else measured_nvme(nvme_options, nvme_dir or output)
     plain = report_dict(report, nvme)
-    if as_json:
-        click.echo(json.dumps(plain, indent=2))
-    else:
-        print_tables(bandwidth_tables(report, nvme))
-    if output is not None:
-        for line in save(output, plain, lambda path: draw_bandwidth(path, report, nvme)):
-            click.echo(line, err=True)
+    show(
+        plain,
+        lambda: bandwidth_tables(report, nvme),
+        output,
+        lambda path: draw_bandwidth(path, report, nvme),
+        as_json=as_json,
+    )
     if plain["mismatches"]:
         raise IntegrityError(f"{plain['mismatches']} blocks came back with other bytes than were stored")
 
@@ -175,13 +176,13 @@ def index(pairs: int, blocks: int, output: Path | None, as_json: bool) -> None:
     if output is not None:
         prepare(output)
     figures = index_speed.run(pairs, blocks, step=tell)
-    if as_json:
-        click.echo(json.dumps(figures, indent=2))
-    else:
-        print_tables([index_table(figures)])
-    if output is not None:
-        for line in save(output, {"mode": "index", **figures}, lambda path: draw_index(path, figures)):
-            click.echo(line, err=True)
+    show(
+        {"mode": "index", **figures},
+        lambda: [index_table(figures)],
+        output,
+        lambda path: draw_index(path, figures),
+        as_json=as_json,
+    )
 
 
 @bench.command()
@@ -199,13 +200,13 @@ def metrics(pairs: int, output: Path | None, as_json: bool) -> None:
     plain = ["--dram", str(options.dram_bytes)]
     with own_daemon([*plain, "--metrics-listen", f"127.0.0.1:{port}"]) as on, own_daemon(plain) as off:
         figures = metrics_cost.run(options, str(on), str(off), port, step=tell)
-    if as_json:
-        click.echo(json.dumps(figures, indent=2))
-    else:
-        print_tables([metrics_table(figures)])
-    if output is not None:
-        for line in save(output, {"mode": "metrics", **figures}, lambda path: draw_metrics(path, figures)):
-            click.echo(line, err=True)
+    show(
+        {"mode": "metrics", **figures},
+        lambda: [metrics_table(figures)],
+        output,
+        lambda path: draw_metrics(path, figures),
+        as_json=as_json,
+    )
 
 
 @bench.command()
@@ -245,13 +246,7 @@ def grpc_command(pairs: int, batch_bytes: int, clients: int, rounds: int, output
         listen = f"unix:{Path(folder) / 'grpc.sock'}"
         with own_daemon(["--dram", str(options.dram_bytes), "--grpc-listen", listen]):
             report = grpc_stream.run(options, f"grpc+{listen}", step=tell)
-    if as_json:
-        click.echo(json.dumps(report.to_dict(), indent=2))
-    else:
-        print_tables(grpc_tables(report))
-    if output is not None:
-        for line in save(output, report.to_dict(), lambda path: draw_grpc(path, report)):
-            click.echo(line, err=True)
+    show(report.to_dict(), lambda: grpc_tables(report), output, lambda path: draw_grpc(path, report), as_json=as_json)
     if report.crowd.n_lost:
         raise IntegrityError(f"{report.crowd.n_lost} of {report.crowd.n_calls} calls were lost")
 
@@ -309,13 +304,7 @@ def hybrid(
         steps = workload.n_requests * (2 if simulate else 3)
         progress = stack.enter_context(progress_bar("simulating" if simulate else "replaying", steps))
         report = run_hybrid(options, workload, progress, connect)
-    if as_json:
-        click.echo(json.dumps(report.to_dict(), indent=2))
-    else:
-        print_tables([hybrid_table(report)])
-    if output is not None:
-        for line in save(output, report.to_dict(), None):
-            click.echo(line, err=True)
+    show(report.to_dict(), lambda: [hybrid_table(report)], output, as_json=as_json)
     if report.mismatches:
         raise IntegrityError(f"{report.mismatches} blocks came back with other bytes than were stored")
 
@@ -382,13 +371,7 @@ def peers(
         tools = Tools(own_process, room_for, lambda environment: ready(environment, folder), place, tell, keep)
         report = run_peers(options, entries, tools)
     plain = report.to_dict()
-    if as_json:
-        click.echo(json.dumps(plain, indent=2))
-    else:
-        print_tables(peers_tables(report))
-    if output is not None:
-        for line in save(output, plain, lambda path: draw_peers(path, report)):
-            click.echo(line, err=True)
+    show(plain, lambda: peers_tables(report), output, lambda path: draw_peers(path, report), as_json=as_json)
     if any(entry.role == "own" and report.wrong_blocks.get(entry.name) for entry in entries):
         raise IntegrityError(f"blocks came back with other bytes than were stored: {report.wrong_blocks}")
 

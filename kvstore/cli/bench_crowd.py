@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
@@ -10,10 +9,11 @@ import click
 from kvstore.bench import clients as many
 from kvstore.bench import overlap as hints
 from kvstore.bench.clients_report import clients_tables, draw_clients
-from kvstore.bench.report import overlap_table, prepare, print_tables, save
+from kvstore.bench.report import overlap_table, prepare
 from kvstore.cli.daemon_process import own_daemon, own_process
 from kvstore.cli.nvme_place import nvme_directory, room_for
 from kvstore.cli.params import json_option, output_option
+from kvstore.cli.showing import show
 from kvstore.errors import IntegrityError
 
 _DEFAULTS = many.ClientsOptions()
@@ -56,13 +56,7 @@ def clients(
     with own_process(arguments) as daemon:
         report = many.run(options, str(daemon.socket_path), daemon.pid, step=tell)
     plain = report.to_dict()
-    if as_json:
-        click.echo(json.dumps(plain, indent=2))
-    else:
-        print_tables(clients_tables(report))
-    if output is not None:
-        for line in save(output, plain, lambda path: draw_clients(path, report)):
-            click.echo(line, err=True)
+    show(plain, lambda: clients_tables(report), output, lambda path: draw_clients(path, report), as_json=as_json)
     if report.daemon.n_lost:
         raise IntegrityError(f"{report.daemon.n_lost} calls found something else than what is stored")
 
@@ -90,13 +84,7 @@ def overlap(pairs: int, loads: int, nvme_dir: Path | None, output: Path | None, 
         arguments = [*dram, "--nvme-dir", str(place), "--nvme", str(n_bytes), "--drain", "0"]
         with own_daemon(arguments) as socket_path:
             figures = hints.run(options, socket_path, step=tell)
-    if as_json:
-        click.echo(json.dumps(figures, indent=2))
-    else:
-        print_tables([overlap_table(figures)])
-    if output is not None:
-        for line in save(output, {"mode": "overlap", **figures}, None):
-            click.echo(line, err=True)
+    show({"mode": "overlap", **figures}, lambda: [overlap_table(figures)], output, as_json=as_json)
 
 
 def tell(what: str) -> None:

@@ -18,14 +18,24 @@ from kvstore.errors import DeviceError
 
 
 @click.command()
-@click.option("--device", default="cuda:0", show_default=True, help="cuda:1, or simulated: the same steps without a GPU.")
 @click.option(
-    "--step", "steps", multiple=True, type=click.Choice([step.name for step in STEPS]),
+    "--device", default="cuda:0", show_default=True, help="cuda:1, or simulated: the same steps without a GPU."
+)
+@click.option(
+    "--step",
+    "steps",
+    multiple=True,
+    type=click.Choice([step.name for step in STEPS]),
     help="Only this; may be given several times.  [default: all]",
 )
-@click.option("--tests", multiple=True, default=TESTS, show_default=True, help="What the step tests runs, in a checkout.")
 @click.option(
-    "--report", type=click.Path(path_type=Path, dir_okay=False), default="gpu-check.json", show_default=True,
+    "--tests", multiple=True, default=TESTS, show_default=True, help="What the step tests runs, in a checkout."
+)
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default="gpu-check.json",
+    show_default=True,
     help="The JSON report, written after every step.",
 )
 @json_option

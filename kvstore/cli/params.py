@@ -37,6 +37,21 @@ class SizeType(click.ParamType[int]):
 SIZE = SizeType()
 
 
+class TiersType(click.ParamType[tuple[str, ...]]):
+    """Tiers such as hbm,dram,nvme, each once; DRAM is one in any case."""
+
+    name = "tiers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        tiers = tuple(part.strip() for part in str(value).split(","))
+        if not set(tiers) <= {"hbm", "dram", "nvme"} or len(set(tiers)) < len(tiers) or "dram" not in tiers:
+            self.fail(f"{value!r:.80} names no tiers; give dram, hbm,dram, dram,nvme or hbm,dram,nvme", param, ctx)
+        return tiers
+
+
+TIERS = TiersType()
+
+
 @dataclass(frozen=True, slots=True)
 class DaemonPlace:
     """Where a command finds its daemon, as it was told. ``str`` of it is the address."""

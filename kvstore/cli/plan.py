@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from kvstore.bench.generate import ConversationOptions
-from kvstore.bench.kv_sizes import MODELS, bytes_per_token
+from kvstore.bench.kv_sizes import MODELS, attention_doubling_tokens, bytes_per_token
 from kvstore.bench.plan import DEFAULT_PERCENTS, PlanOptions, make_plan
 from kvstore.bench.plan_picture import draw_plan
 from kvstore.bench.plan_report import plan_dict, plan_tables
@@ -36,13 +36,22 @@ from kvstore.prefix_index.policies import POLICIES
     help="Capacities to compare at, in % of the trace's unique blocks.  [default: 1, 2, 5, 10, 25, 50]",
 )
 @click.option("--capacity", "capacity_bytes", multiple=True, type=SIZE, help="The same as sizes, such as 64GiB.")
-@click.option("--model", type=click.Choice(MODELS), help="Whose KV it is, in 16 bits: gives the bytes per token.")
+@click.option(
+    "--model", help=f"Whose KV it is: gives the bytes per token. Its config.json, or one of {', '.join(MODELS)}."
+)
 @click.option("--bytes-per-token", "token_bytes", type=SIZE, help="Bytes of KV of a token, over all layers and ranks.")
 @click.option(
     "--prefill-tokens-per-s",
     type=click.FloatRange(min=0, min_open=True),
     default=None,
     help="What one GPU, or group of them, computes: says what time hits save.",
+)
+@click.option(
+    "--attention-doubling-tokens",
+    "doubling_tokens",
+    type=click.FloatRange(min=1),
+    default=None,
+    help="The position at which attention costs the model as much as all the rest of a token.  [default: the --model's]",
 )
 @click.option("--dram", "dram_bytes", type=SIZE, default=0, help="Simulate this much DRAM,")
 @click.option("--nvme", "nvme_bytes", type=SIZE, default=0, help="and so much NVMe below it.")
@@ -72,6 +81,7 @@ def plan_command(
     model: str | None,
     token_bytes: int | None,
     prefill_tokens_per_s: float | None,
+    doubling_tokens: float | None,
     dram_bytes: int,
     nvme_bytes: int,
     write_policy: str,
@@ -103,6 +113,7 @@ def plan_command(
         capacity_bytes=capacity_bytes,
         bytes_per_token=bytes_per_token(model) if model is not None else token_bytes or 0,
         prefill_tokens_per_s=prefill_tokens_per_s or 0.0,
+        attention_doubling_tokens=doubling_tokens or (attention_doubling_tokens(model) if model is not None else 0.0),
         dram_bytes=dram_bytes,
         nvme_bytes=nvme_bytes,
         write_policy=write_policy,

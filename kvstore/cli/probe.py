@@ -12,18 +12,17 @@ import click
 
 from kvstore.bench.device_packages import installed_packages
 from kvstore.bench.device_ways import effort_for, figures, measure_own_gb_per_s, measure_ways
-from kvstore.bench.kv_sizes import MODELS, bytes_per_token
-from kvstore.bench.model_costs import cost_of
+from kvstore.bench.kv_sizes import MODELS, attention_doubling_tokens, bytes_per_token
 from kvstore.bench.report import print_tables
 from kvstore.cli.params import SIZE, json_option
-from kvstore.cli.probe_machine import disk_facts, host_facts, missing_support, registration_facts
+from kvstore.cli.probe_machine import cuda_missing, disk_facts, host_facts, registration_facts
 from kvstore.cli.probe_tables import probe_tables
 from kvstore.device.choose import open_device
 from kvstore.device.seam import Device
 from kvstore.errors import BadInputError, DeviceError
 from kvstore.plan.calibration import Calibration
 from kvstore.plan.links import GpuLink, Links, read_links
-from kvstore.plan.recompute import Prefill, Verdict, load_or_recompute
+from kvstore.plan.prefill import Prefill, Verdict, load_or_recompute
 from kvstore.plan.regime import Advisor, Facts
 from kvstore.plan.uses import BLOCK_BYTES, USES, advice, for_tokens
 from kvstore.plan.ways import STAGED, Direction
@@ -50,7 +49,10 @@ class Computing:
     "--nvme-dir", type=click.Path(path_type=Path, file_okay=False, exists=True), help="Measure the disk there, too."
 )
 @click.option("--disk-bytes", type=SIZE, default="256MiB", show_default=True, help="How large a file for that.")
-@click.option("--model", type=click.Choice(MODELS), help="Compare with computing this model's KV again,")
+@click.option(
+    "--model",
+    help=f"Compare with computing this model's KV again (its config.json, or one of {', '.join(MODELS)}),",
+)
 @click.option(
     "--prefill-tokens-per-s", type=click.FloatRange(min=0, min_open=True), help="where the engine computes so many"
 )
@@ -74,17 +76,21 @@ def probe_command(
         raise BadInputError("to compare with computing KV again, give both --model and --prefill-tokens-per-s")
     computing = None
     if model is not None and prefill_tokens_per_s is not None:
-        prefill = Prefill.measured(cost_of(model), prefill_tokens, prefill_tokens / prefill_tokens_per_s)
+        took_s = prefill_tokens / prefill_tokens_per_s
+        prefill = Prefill.measured(attention_doubling_tokens(model), prefill_tokens, took_s)
         computing = Computing(bytes_per_token(model), prefill)
-    links = read_links()
+    links, missing = read_links(), cuda_missing()
     found: dict[str, Any] = {
         "host": host_facts(COPY_BYTES),
-        "support": {"installed": installed_packages(), "missing": missing_support()},
+        "support": {"installed": installed_packages(), "missing": missing},
         "links": _links_dict(links),
     }
     if nvme_dir is not None:
         found["disk"] = disk_facts(nvme_dir, disk_bytes)
-    found["device"] = _device(device_name, links, computing)
+    if device_name is None and missing:
+        found["device"] = {"absent": "none: no GPU can be used; --device simulated shows what would be measured"}
+    else:
+        found["device"] = _device(device_name, links, computing)
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
@@ -101,8 +107,6 @@ def _links_dict(links: Links) -> dict[str, Any]:
 
 def _device(name: str | None, links: Links, computing: Computing | None) -> dict[str, Any]:
     """What measuring a device gave, or why none was. One that was asked for by name must be there."""
-    if name is None and not links.gpus:
-        return {"absent": "none: no GPU was found; --device simulated shows what would be measured"}
     try:
         device = open_device(name or "cuda:0")
     except DeviceError as error:
@@ -111,6 +115,10 @@ def _device(name: str | None, links: Links, computing: Computing | None) -> dict
         return {"absent": str(error)}
     try:
         return _measured(device, links, computing)
+    except DeviceError as error:
+        if name is not None:
+            raise
+        return {"absent": f"{device.facts.name} can't be measured: {error}"}
     finally:
         device.close()
 

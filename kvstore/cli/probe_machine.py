@@ -1,8 +1,7 @@
-"""What this machine offers a store: memory, nodes, seals, disk, device support. Every fact that can't be had is a reason."""
+"""What this machine offers a store: memory, nodes, seals, disk, device support. What can't be had has a reason."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shutil
@@ -13,8 +12,9 @@ from typing import Any
 from kvstore.bench.disk_limit import LimitFile, disk_limit
 from kvstore.bench.limits import measure_copy
 from kvstore.config import DaemonConfig
+from kvstore.device.cuda import gpus
 from kvstore.device.seam import Device
-from kvstore.errors import KVStoreError
+from kvstore.errors import DeviceError, KVStoreError
 from kvstore.native import Mapping, backend, huge_pages_note, numa
 from kvstore.plan.placement import place
 from kvstore.tiers import memfd
@@ -54,7 +54,7 @@ def seals_note() -> str:
             Mapping(fd, _TRIAL_BYTES, writable=True)
             return "sealed memory can be mapped writable: a client could change what others read"
     except OSError as error:
-        return f"memory can't be sealed ({error.strerror}; Linux 5.1 or newer does): a client could change what others read"
+        return f"memory can't be sealed ({error.strerror}; Linux 5.1 can): a client could change what others read"
     finally:
         os.close(fd)
     return ""
@@ -77,13 +77,12 @@ def disk_facts(directory: Path, n_bytes: int) -> dict[str, Any]:
     }
 
 
-def missing_support() -> str:
-    """What keeps a GPU from being used as far as packages go, and how to get it; or empty."""
-    wanted = ("pynvml", "cuda", "cupy")
-    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
-    if not missing:
-        return ""
-    return f"missing: {', '.join(missing)}; pip install 'kvstored[cuda13]' (or [cuda12] for a driver of CUDA 12)"
+def cuda_missing() -> str:
+    """Why CUDA shows no GPU here, and what to do; empty where it shows one."""
+    try:
+        return "" if gpus() else "CUDA shows no GPU"
+    except DeviceError as error:
+        return str(error)
 
 
 def registration_facts(device: Device) -> dict[str, Any]:

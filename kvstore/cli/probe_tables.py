@@ -59,9 +59,8 @@ def _machine(found: Found) -> list[tuple[str, str]]:
         )
     support = ", ".join(f"{name} {version}" for name, version in found["support"]["installed"].items() if version)
     lines.append(("device packages", support or "none"))
-    if missing := found["support"]["missing"]:
-        lines.append(("", missing))
-    lines.append(("GPUs", str(len(links["gpus"])) if links["gpus"] else links["absent"]))
+    lines.append(("GPUs, by CUDA", found["support"]["missing"] or "can be used"))
+    lines.append(("GPUs, by NVML", str(len(links["gpus"])) if links["gpus"] else links["absent"]))
     if links["driver"]:
         lines.append(("driver", f"{links['driver']}, CUDA {links['cuda'] or 'unknown'}"))
     lines.append(("device measured", device["name"] if "name" in device else device["absent"]))
@@ -80,7 +79,8 @@ def _gpu(gpu: Found) -> list[tuple[str, str]]:
     lines = [
         ("link", gpu["link"]),
         ("PCIe now", f"{told('pcie_generation', 'generation {}')}, {told('pcie_width', 'x{}')} (idle links slow down)"),
-        ("PCIe traffic to, from it", f"{told('pcie_received_gb_per_s', '{:.2f}')}, {told('pcie_sent_gb_per_s', '{:.2f}')} GB/s"),
+        ("PCIe traffic to it", told("pcie_received_gb_per_s", "{:.2f} GB/s")),
+        ("from it", told("pcie_sent_gb_per_s", "{:.2f} GB/s")),
         ("chip-to-chip link", told("c2c") if gpu["c2c"] is None else "yes" if gpu["c2c"] else "no"),
         ("addressing", told("addressing")),
         ("near NUMA node", told("host_numa_node")),

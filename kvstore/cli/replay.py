@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,15 @@ from kvstore.bench.simulation_report import SimulationReport, run_simulation, si
 from kvstore.bench.workload import Workload
 from kvstore.cli.daemon_process import DaemonProcess, own_process
 from kvstore.cli.nvme_place import nvme_directory, room_for
-from kvstore.cli.params import SIZE, json_option, output_option
+from kvstore.cli.params import SIZE, TIERS, json_option, output_option
+from kvstore.cli.tenant_sharing import sharing_arguments, tenant_sharing_options
 from kvstore.client import Client
 from kvstore.config import DEFAULT_POLICY, WRITE_POLICIES
 from kvstore.errors import BadInputError, IntegrityError
 from kvstore.prefix_index.policies import POLICIES
+
+DEFAULT_HBM_PERCENT, DEFAULT_NVME_PERCENT = 1.0, 25.0
+TIER_OPTIONS = ("nvme_percent", "nvme_blocks", "hbm_percent", "hbm_blocks")
 
 
 @click.command("replay", short_help="Replay a trace, or generated conversations; compare every byte.")
@@ -46,6 +51,17 @@ from kvstore.prefix_index.policies import POLICIES
 @click.option("--dram-blocks", "--capacity-blocks", "capacity_blocks", type=int, help="Capacity of DRAM in blocks.")
 @click.option("--nvme-percent", type=float, help="An NVMe tier below DRAM; its capacity in % of the unique blocks.")
 @click.option("--nvme-blocks", type=int, help="The same in blocks.")
+@click.option("--hbm-percent", type=float, help="Copies in HBM above DRAM; their room in % of the unique blocks.")
+@click.option("--hbm-blocks", type=int, help="The same in blocks.")
+@click.option(
+    "--hbm-device", default="simulated", show_default=True, help="Device of that tier: cuda:0, or simulated in memory."
+)
+@click.option(
+    "--tiers",
+    type=TIERS,
+    help="Which tiers there are, as in hbm,dram,nvme; of those not given otherwise HBM has room for 1 % of the unique "
+    "blocks, NVMe for 25.",
+)
 @click.option(
     "--nvme-dir",
     type=click.Path(path_type=Path, file_okay=False),
@@ -71,7 +87,21 @@ from kvstore.prefix_index.policies import POLICIES
 @click.option("--compare", is_flag=True, help="Simulate the same tiers, too, and show both.")
 @click.option("--block-bytes", type=SIZE, default="64KiB", show_default=True, help="Bytes of KV per block.")
 @click.option("--block-tokens", type=click.IntRange(1), help="Tokens per block.  [default: the trace's, else 512]")
+@click.option(
+    "--attention-doubling-tokens",
+    type=float,
+    default=0.0,
+    help="The position at which attention costs the model as much as all the rest of a token, for policies that weigh it.",
+)
 @click.option("--clients", type=int, default=1, show_default=True, help="Concurrent client processes.")
+@click.option(
+    "--tenants",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Tenants t1, t2, ... that share the daemon; conversations are dealt to them.",
+)
+@tenant_sharing_options
 @click.option("--limit", type=int, help="Only the first N requests.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of generated requests and of block bytes.")
 @click.option(
@@ -94,6 +124,7 @@ def replay_command(
     seed: int,
     block_tokens: int | None,
     policy: str | None,
+    tiers: tuple[str, ...] | None,
     **rest: Any,
 ) -> None:
     """Replay TRACE (Mooncake or Alibaba JSON lines), or generated conversations if none is named.
@@ -103,13 +134,20 @@ def replay_command(
     sliding-window or state layers see `kvstore bench hybrid`.
     """
     conversations = ConversationOptions(seed=seed, **({"block_tokens": block_tokens} if block_tokens else {}))
-    own = ("capacity_percent", "capacity_blocks", "nvme_percent", "nvme_blocks", "kill_at")
+    sharing = sharing_arguments(rest)
+    own = ("capacity_percent", "capacity_blocks", *TIER_OPTIONS, "kill_at")
+    if tiers is not None:
+        rest = with_tiers(rest, tiers)
     if connect is not None and (simulate or nvme_dir or any(rest[name] for name in own)):
         raise BadInputError(
             "--connect uses a daemon as it is: leave out --simulate, --kill-at and the tiers, or --connect"
         )
-    if simulate and (rest["clients"] != 1 or rest["kill_at"]):
-        raise BadInputError("--simulate has no clients and no daemon: leave out --clients and --kill-at")
+    if simulate and (rest["clients"] != 1 or rest["tenants"] != 1 or rest["kill_at"]):
+        raise BadInputError("--simulate has no clients and no daemon: leave out --clients, --tenants and --kill-at")
+    if rest["tenants"] != 1 and compare:
+        raise BadInputError("--compare simulates one tenant: leave out --tenants, or --compare")
+    if sharing and connect is not None:
+        raise BadInputError(f"--connect uses a daemon as it is: leave out {sharing[0]}")
     if output is not None:
         prepare(output)
     options = ReplayOptions(
@@ -122,10 +160,24 @@ def replay_command(
         report = simulated(workload, options)
         show_simulation(workload, report, output, as_json, picture=not no_picture)
     else:
-        result = replayed(workload, options, connect, nvme_dir, output)
+        result = replayed(workload, options, connect, nvme_dir, output, sharing)
         if compare:
             result = replace(result, simulated=compared(workload, options, result))
-        show_replay(workload, options, result, output, as_json, picture=not no_picture)
+        # The curve of the picture is of one tenant.
+        show_replay(workload, options, result, output, as_json, picture=not no_picture and options.tenants == 1)
+
+
+def with_tiers(given: dict[str, Any], tiers: tuple[str, ...]) -> dict[str, Any]:
+    """Options with room for each of these tiers. Raises BadInputError for room in another one."""
+    percents = {"hbm": DEFAULT_HBM_PERCENT, "nvme": DEFAULT_NVME_PERCENT}
+    options = dict(given)
+    for tier, percent in percents.items():
+        has_room = any(given[f"{tier}_{unit}"] is not None for unit in ("percent", "blocks"))
+        if has_room and tier not in tiers:
+            raise BadInputError(f"--tiers leaves {tier} out, and --{tier}-percent or --{tier}-blocks give it room")
+        if tier in tiers and not has_room:
+            options[f"{tier}_percent"] = percent
+    return options
 
 
 def simulated(workload: Workload, options: ReplayOptions) -> SimulationReport:
@@ -142,7 +194,9 @@ def compared(workload: Workload, options: ReplayOptions, result: ReplayResult) -
             options.policy,
             result.capacity_blocks,
             nvme_blocks=result.nvme_capacity_blocks,
+            hbm_blocks=result.hbm_capacity_blocks,
             write_policy=options.write_policy,
+            attention_doubling_tokens=options.attention_doubling_tokens,
             progress=progress,
         )
 
@@ -153,6 +207,7 @@ def replayed(
     connect: Path | None,
     nvme_dir: Path | None = None,
     near: Path | None = None,
+    sharing: Sequence[str] = (),
 ) -> ReplayResult:
     """Replay through the daemon at ``connect``, or one started for it with just the capacities asked for.
 
@@ -175,7 +230,9 @@ def replayed(
             arguments += ["--nvme-dir", str(place), "--nvme", str(n_bytes), "--write-policy", options.write_policy]
             if nvme_dir is None:
                 arguments += ["--drain", "0"]
-        daemon = stack.enter_context(own_process(arguments))
+        if options.has_hbm:
+            arguments += ["--hbm-device", options.hbm_device, "--hbm", str(options.hbm_bytes(workload))]
+        daemon = stack.enter_context(own_process([*arguments, *sharing]))
         if nvme_dir is not None:
             _warn_of_older_blocks(daemon.socket_path, options.timeout_s)
         return through(daemon.socket_path, daemon)

@@ -45,7 +45,7 @@ def setting_options(command: Command) -> Command:
     What is not given is not there: an option has no default of its own.
     """
     for setting in reversed(SETTINGS):
-        command = _option(setting)(command)
+        command = setting_option(setting)(command)
     return click.option(
         "--config",
         "file",
@@ -57,7 +57,7 @@ def setting_options(command: Command) -> Command:
 
 def load_settings(file: Path | None, options: dict[str, Any]) -> Layered:
     """What is in force. ``options`` is what click gave for ``setting_options``. Raises ConfigError."""
-    flags = {setting.name: value for setting in SETTINGS if (value := options.get(_parameter(setting))) is not None}
+    flags = {setting.name: value for setting in SETTINGS if (value := options.get(parameter_of(setting))) is not None}
     document = file_in_force(file, os.environ, default_places(os.environ))
     return layered(document, os.environ, flags, check_for_serving)
 
@@ -69,12 +69,14 @@ def check_for_serving(config: DaemonConfig) -> None:
         raise ConfigError("without a socket nobody here finds the daemon: give --socket a path", ("socket_path",))
 
 
-def _parameter(setting: Setting) -> str:
+def parameter_of(setting: Setting) -> str:
+    """The name of its option in a command."""
     return f"{setting.section}_{setting.key}"
 
 
-def _option(setting: Setting) -> Callable[[Command], Command]:
-    name, words = _parameter(setting), f"  [default: {setting.default_words}]"
+def setting_option(setting: Setting) -> Callable[[Command], Command]:
+    """One of ``setting_options``."""
+    name, words = parameter_of(setting), f"  [default: {setting.default_words}]"
     if setting.kind.type is bool:
         both = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}"
         return click.option(both, name, default=None, help=setting.help + words)

@@ -11,12 +11,13 @@ import click
 
 from kvstore import __version__
 from kvstore.cli.params import DaemonPlace, json_option, place_options, timeout_option
-from kvstore.errors import KVStoreError
+from kvstore.device.cuda import gpus
+from kvstore.errors import DeviceError, KVStoreError
 from kvstore.native import backend
 from kvstore.wire.framing import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN
 
-LIBRARIES = ("numpy", "protobuf", "lmdb", "xxhash", "click", "rich", "grpcio", "torch")
-"""Distributions whose version may matter; the last two are optional."""
+LIBRARIES = ("numpy", "protobuf", "lmdb", "xxhash", "click", "rich", "grpcio", "torch", "cuda-bindings")
+"""Distributions whose version may matter; the last three are optional."""
 
 
 @click.command(short_help="Show versions: of this program, the daemon, libraries.")
@@ -33,6 +34,7 @@ def version(place: DaemonPlace, timeout_s: float, as_json: bool) -> None:
     daemon = found["daemon"]
     click.echo(f"daemon  {daemon['version'] or 'none: ' + daemon['error']}")
     click.echo(f"copies  {found['copy_backend']}")
+    click.echo(f"gpus    {', '.join(found['gpus']) or 'none: ' + found['gpus_error']}")
     click.echo(f"python  {found['python']} on {found['system']}")
     for name, number in found["libraries"].items():
         click.echo(f"        {name} {number or 'not installed'}")
@@ -46,12 +48,20 @@ def versions(place: DaemonPlace, timeout_s: float) -> dict[str, Any]:
             daemon["version"] = client.server_version
     except KVStoreError as error:
         daemon["error"] = str(error)
+    names: list[str] = []
+    missing = ""
+    try:
+        names = [gpu.name for gpu in gpus()]
+    except DeviceError as error:
+        missing = str(error)
     return {
         "client": __version__,
         "protocol_min": PROTOCOL_VERSION_MIN,
         "protocol_max": PROTOCOL_VERSION_MAX,
         "daemon": daemon,
         "copy_backend": backend(),
+        "gpus": names,
+        "gpus_error": missing,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "libraries": {name: _installed(name) for name in LIBRARIES},

@@ -109,10 +109,14 @@ class Client(AdminCalls):
         """Block until the daemon answers (again), at most ``timeout_s``; False if it did not."""
         return self._session.wait_healthy(timeout_s)
 
-    def open(self, namespace: Namespace, name: str = "", *, store: Stored = "all") -> NamespaceHandle:
+    def open(
+        self, namespace: Namespace, name: str = "", *, store: Stored = "all", attention_doubling_tokens: float = 0.0
+    ) -> NamespaceHandle:
         """Use a namespace. ``name``, optional, is bound to this description within the tenant.
 
         ``store="prompt"``: what is put with ``n_prompt_tokens`` is stored only as far as no token was generated.
+        ``attention_doubling_tokens``: the position at which attention costs the model as much as all the rest of a
+        token (see ``kvstore.recompute``), so that what is dear to compute again is kept longer; 0 if unknown.
         Raises SpecMismatchError, naming the fields, if the name stands for another one, and DeniedError if the
         daemon does not let this client in any more and it was made with ``required``. If the daemon is unreachable
         the namespace is opened with the first call that reaches it.
@@ -120,25 +124,31 @@ class Client(AdminCalls):
         self._check_namespace(namespace)
         if parts_of(namespace.spec):
             raise BadInputError("the spec is hybrid: its groups are stored each by itself, use open_hybrid")
-        handle = NamespaceHandle(self._session, namespace, name, store)
+        handle = NamespaceHandle(self._session, namespace, name, store, attention_doubling_tokens)
         self._open_now(handle)
         return handle
 
-    def open_hybrid(self, namespace: Namespace, name: str = "", *, store: Stored = "all") -> HybridHandle:
+    def open_hybrid(
+        self, namespace: Namespace, name: str = "", *, store: Stored = "all", attention_doubling_tokens: float = 0.0
+    ) -> HybridHandle:
         """As ``open``, for a spec with sliding or state groups besides others: each group is stored by itself."""
         self._check_namespace(namespace)
-        handle = HybridHandle(self._session, namespace, name, store)
+        handle = HybridHandle(self._session, namespace, name, store, attention_doubling_tokens)
         self._open_now(handle)
         return handle
 
-    def open_family(self, namespaces: Sequence[Namespace]) -> FamilyHandle:
+    def open_family(
+        self, namespaces: Sequence[Namespace], *, attention_doubling_tokens: float = 0.0
+    ) -> FamilyHandle:
         """Use the namespaces of several ranks of one model together: what is found is what every one of them has.
 
         They may differ in the rank in ``shard``, and in ``spec`` but for ``block_tokens``; raises BadInputError that
         names another field in which they do. Ranks that hold the same KV share one namespace, given once.
         """
         must_be_family(namespaces)
-        return FamilyHandle(self._session, [self.open(namespace) for namespace in namespaces])
+        told = attention_doubling_tokens
+        handles = [self.open(namespace, attention_doubling_tokens=told) for namespace in namespaces]
+        return FamilyHandle(self._session, handles)
 
     def attach(
         self,

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 
 from kvstore.client.admin import Inspecting
 from kvstore.client.prompts import DEFAULT_ROOT
+from kvstore.facts import NearRoot
 from kvstore.types import ExtraKey, Root
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
@@ -25,16 +26,6 @@ class NearNamespace:
     differences: tuple[str, ...]
     n_matching: int
     n_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class NearRoot:
-    """Another LoRA identity, or salt, which is not told, under which ``n_matching`` blocks of the prompt are stored."""
-
-    salt_differs: bool
-    lora_differs: bool
-    lora: str
-    n_matching: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,13 +163,20 @@ class HybridLease(Lease):
 class HybridHandle(Finding[HybridLease], Explaining):
     """A hybrid namespace as seen by one client. ``parts`` says which groups are stored together, see ``Part``."""
 
-    def __init__(self, session: Session, namespace: Namespace, name: str = "", store: Stored = "all") -> None:
+    def __init__(
+        self,
+        session: Session,
+        namespace: Namespace,
+        name: str = "",
+        store: Stored = "all",
+        attention_doubling_tokens: float = 0.0,
+    ) -> None:
         """Raises BadInputError for a namespace whose spec is not hybrid."""
         super().__init__(session, namespace)
         self.parts: tuple[Part, ...] = parts_of(namespace.spec)
         if not self.parts:
             raise BadInputError("the spec has no sliding or state group besides others: open it with Client.open")
-        opener = NamespaceHandle(session, namespace, name, store)
+        opener = NamespaceHandle(session, namespace, name, store, attention_doubling_tokens)
         self._writers, self._ahead_writers = (
             [_PartWriter(session, namespace, store, opener, part, ahead) for part in self.parts]
             for ahead in (False, True)

@@ -21,6 +21,7 @@ from kvstore.client.slots import Bytes, rows_of
 from kvstore.client.waiting import Wait, checked_wait_s
 from kvstore.errors import BadInputError, EndedError, ProtocolError, UnavailableError
 from kvstore.hints import Hints, check_session_id
+from kvstore.recompute import checked_doubling_tokens
 from kvstore.types import ExtraKey, Namespace, Root
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
@@ -32,7 +33,14 @@ Stored = Literal["prompt", "all"]
 class NamespaceHandle(Finding[Lease], Explaining):
     """A namespace as seen by one client: finds (see ``Finding``), reads and stores blocks."""
 
-    def __init__(self, session: Session, namespace: Namespace, name: str, store: Stored = "all") -> None:
+    def __init__(
+        self,
+        session: Session,
+        namespace: Namespace,
+        name: str,
+        store: Stored = "all",
+        attention_doubling_tokens: float = 0.0,
+    ) -> None:
         super().__init__(session, namespace)
         if store not in ("prompt", "all"):
             raise BadInputError(f"store is {store!r:.80}; known are 'prompt' and 'all'")
@@ -40,6 +48,7 @@ class NamespaceHandle(Finding[Lease], Explaining):
         self.block_bytes = namespace.spec.block_bytes
         self._dtype = namespace.spec.dtype
         self._bound_name = name
+        self._doubling_tokens = checked_doubling_tokens(attention_doubling_tokens)
         self._digest = namespace.digest()
         self._opened_epoch = 0
 
@@ -51,7 +60,11 @@ class NamespaceHandle(Finding[Lease], Explaining):
         """
         if self._opened_epoch != self._session.epoch or not self._opened_epoch:
             description_json = json.dumps(self.namespace.to_dict())
-            request = pb.OpenNamespaceRequest(description_json=description_json, name=self._bound_name)
+            request = pb.OpenNamespaceRequest(
+                description_json=description_json,
+                name=self._bound_name,
+                attention_doubling_tokens=self._doubling_tokens,
+            )
             with self._session.exclusive():
                 self._session.call(Method.OPEN_NAMESPACE, request, pb.OpenNamespaceReply)
                 self._opened_epoch = self._session.epoch

@@ -279,8 +279,9 @@ class Presence:
 
     def _start_thread(self) -> None:
         self._thread = threading.Thread(
-            target=watch, args=(weakref.ref(self), self._wake_fd), name="kvstore-session", daemon=True
-        )
+            target=watch, args=(weakref.ref(self), self._wake_fd, f"a client of {self}"), name="kvstore-session",
+            daemon=True,
+        )  # fmt: skip
         self._thread.start()
 
     def tick(self) -> tuple[int, float] | None:

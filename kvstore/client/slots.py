@@ -129,7 +129,7 @@ class MappedSlots:
 
     @property
     def addresses(self) -> NDArray[np.uint64]:
-        """uint64 [n], 0 for a block in HBM only. Raises ProtocolError for slots outside of the regions sent with them."""
+        """uint64 [n], 0 for a block in HBM only. Raises ProtocolError for slots outside the regions sent with them."""
         return self._addresses_in(self._mapped())
 
     def view(self, i: int, hold: object) -> Bytes:
@@ -233,11 +233,18 @@ class MappedSlots:
         return out
 
 
+def _may_hold(given: np.dtype[Any], dtype: str) -> bool:
+    """Whether an array of this type may hold values of ``dtype``."""
+    if "float" in given.name or given.kind == "c":
+        return given.name.removesuffix("fn") == dtype  # float8_e4m3fn is what others call it
+    return given.itemsize in (1, DTYPE_BYTES[dtype])
+
+
 def rows_of(array: NDArray[Any], block_bytes: int, dtype: str = "") -> Bytes:
     """A C-contiguous array as uint8 [n, block_bytes], without a copy.
 
-    ``dtype``: what the blocks hold, if that is known. Raises BadInputError for an array of other values; plain bytes,
-    and numbers of the same size where numpy has none of this kind, do.
+    ``dtype``: what the blocks hold, if that is known. Raises BadInputError for an array of other values, floats of another
+    kind of the same size among them (float16 for bfloat16). Plain bytes, and integers of the same size, do.
     """
     if type(array).__module__.partition(".")[0] == "torch":
         raise BadInputError(
@@ -252,7 +259,7 @@ def rows_of(array: NDArray[Any], block_bytes: int, dtype: str = "") -> Bytes:
             f"does not hold whole blocks of {block_bytes} bytes: "
             "its first dimension must count blocks"
         )
-    if dtype and array.itemsize not in (1, DTYPE_BYTES[dtype]):
+    if dtype and not _may_hold(array.dtype, dtype):
         raise BadInputError(
             f"an array of {array.dtype} was given, the namespace's blocks hold {dtype}: convert the values, or give "
             "what are such values already as bytes, array.view(numpy.uint8)"

@@ -5,27 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.client.session import Session
+from kvstore.facts import TenantTier
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
-
-
-@dataclass(frozen=True, slots=True)
-class TenantTier:
-    """A tenant in one tier ("dram" or "nvme"). Bytes are of whole pages.
-
-    ``share_bytes``: its part by weight among the tenants that have blocks there. ``max_bytes`` is None without a quota.
-    Copies since the daemon started: ``n_evicted`` went for the tenant's own sake, ``n_suffered`` of its for others',
-    ``n_caused`` of others for its.
-    """
-
-    tier: str
-    used_bytes: int
-    share_bytes: int
-    min_bytes: int
-    max_bytes: int | None
-    n_evicted: int
-    n_suffered: int
-    n_caused: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,16 +29,21 @@ def as_tensor(
 
     Raises BadInputError for an unknown dtype or a shape that doesn't take exactly the block's bytes.
     """
+    with warnings.catch_warnings():
+        # torch warns that it can't keep a tensor read-only; the kernel does, see Lease.tensor.
+        warnings.simplefilter("ignore", UserWarning)
+        return typed(torch.from_numpy(block), dtype, shape)
+
+
+def typed(block: torch.Tensor, dtype: str | torch.dtype, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    """The bytes of a block (uint8, one-dimensional, anywhere) as other values, no copy; raises as ``as_tensor``."""
     if isinstance(dtype, torch.dtype):
         dtype = next((name for name, known in _TORCH.items() if known == dtype), str(dtype))
     if dtype not in _TORCH:
         raise BadInputError(f"dtype is {dtype!r}; known are {', '.join(sorted(DTYPE_BYTES))}")
     if block.nbytes % DTYPE_BYTES[dtype]:
         raise BadInputError(f"a block of {block.nbytes} bytes is no whole number of {dtype} values")
-    with warnings.catch_warnings():
-        # torch warns that it can't keep a tensor read-only; the kernel does, see Lease.tensor.
-        warnings.simplefilter("ignore", UserWarning)
-        tensor = torch.from_numpy(block).view(_TORCH[dtype])
+    tensor = block.view(_TORCH[dtype])
     if shape is None:
         return tensor
     try:

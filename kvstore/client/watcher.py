@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import weakref
 from typing import Protocol
+
+from kvstore.logs import about
+
+_LOG = logging.getLogger(__name__)
 
 
 class Watched(Protocol):
@@ -21,12 +26,19 @@ class Watched(Protocol):
         ...
 
 
-def watch(ref: weakref.ref[Watched], wake_fd: int) -> None:
-    """The thread: holds the session only while it works, so that a forgotten client can be collected."""
+def watch(ref: weakref.ref[Watched], wake_fd: int, whose: str) -> None:
+    """The thread: holds the session only while it works, so that a forgotten client can be collected.
+
+    That is logged, with ``whose`` session it was: what it held was held until then.
+    """
     while True:
         session = ref()
         if session is None:
             os.close(wake_fd)  # forgotten without a close: nobody else will
+            _LOG.warning(
+                "%s was never closed: call close(), or use it in a with statement", whose,
+                extra=about("client_not_closed", client=whose),
+            )  # fmt: skip
             return
         polled = session.tick()
         del session

@@ -49,7 +49,7 @@ class DaemonConfig:
     ``generated_tokens`` is ``"store"``, or ``"skip"`` to store no block that holds one, whoever asks for it.
     ``explain_history_blocks`` is how many blocks that left are remembered, with the reason: 31 bytes each, 0 = none.
 
-    ``numa_node`` is the node that DRAM is taken from, in digits; ``"auto"`` for the one near all GPUs, ``"off"`` for none.
+    ``numa_node`` is the node that DRAM is taken from, in digits; ``"auto"``: that near all GPUs, ``"off"``: any.
 
     With ``nvme_dir`` there is an NVMe tier of ``nvme_bytes`` there, evicted from by ``nvme_policy`` ("": as DRAM is, by
     ``policy``). ``write_policy`` says when a block is

@@ -11,8 +11,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 ROOT_LOGGER = ""
 LOGGERS = (
-    "kvstore", "kvstore.server", "kvstore.server.grpc", "kvstore.store", "kvstore.nvme", "kvstore.takeover",
-    "kvstore.http", "asyncio", "py.warnings",
+    "kvstore", "kvstore.server", "kvstore.server.grpc", "kvstore.store", "kvstore.dram", "kvstore.nvme",
+    "kvstore.takeover", "kvstore.http", "asyncio", "py.warnings",
 )  # fmt: skip
 """Loggers that a level can be given to."""
 

@@ -10,7 +10,20 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from kvstore.config.daemon import GENERATED_TOKENS, POLICY_CLOCKS, RECOVERY_MODES, WRITE_POLICIES, DaemonConfig
-from kvstore.config.kinds import ADDRESS, COUNT, MICROSECONDS, NODE, PATH, SECONDS, SIZE, SWITCH, TABLE, TEXT, Kind, choice
+from kvstore.config.kinds import (
+    ADDRESS,
+    COUNT,
+    MICROSECONDS,
+    NODE,
+    PATH,
+    SECONDS,
+    SIZE,
+    SWITCH,
+    TABLE,
+    TEXT,
+    Kind,
+    choice,
+)
 from kvstore.config.logs import LOG_FORMATS
 from kvstore.config.paths import SOCKET_VARIABLE, runtime_socket_path
 from kvstore.config.tenants import SHARES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from kvstore.device.seam import Device
@@ -21,6 +22,11 @@ def open_device(name: str, **options: Any) -> Device:
     if kind == "simulated":
         from kvstore.device.simulated import SimulatedDevice
 
+        known = inspect.signature(SimulatedDevice).parameters.keys() - {"ordinal"}
+        if unknown := options.keys() - known:
+            raise BadInputError(
+                f"a simulated device has no option {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}"
+            )
         return SimulatedDevice(ordinal, **options)
     if options:
         raise BadInputError(f"a GPU takes no options, and {', '.join(sorted(options))} was given")

@@ -63,8 +63,8 @@ def table_of_runs(
     """Runs of bytes: offsets on both sides and sizes, [n], the same for every pair of planes, [p].
 
     Planes are addresses for the device. Runs may lie and follow each other anyhow; what is written twice or written and
-    read has no order. Raises BadInputError for arrays that differ in length, and for too much for one launch (2**31
-    pieces of 512 bytes or, unaligned, less).
+    read has no order. Long runs among short ones are cut: the table has at most twice as many. Raises BadInputError for
+    arrays that differ in length, and for too much for one launch (2**31 pieces of 512 bytes or, unaligned, less).
     """
     if len(to_planes) != len(from_planes) or not len(to) == len(come_from) == len(sizes):
         raise BadInputError(

@@ -5,14 +5,12 @@ Needs g++, no CUDA. What was compiled is found again by a digest of the sources,
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
-import stat
 import subprocess
-import tempfile
 from pathlib import Path
 
+from kvstore.device.kernel_cache import digest_of, kept
 from kvstore.device.kernels import KERNELS, SOURCE
 from kvstore.errors import DeviceError
 
@@ -39,18 +37,13 @@ def compiled(source: Path = SOURCE, *, sanitize: bool = False) -> Path:
         )
     names = " ".join(f"KV_KERNEL({name})" for name in KERNELS)
     flags = [*_FLAGS, *(_SANITIZE_FLAGS if sanitize else ()), f"-DKV_KERNELS={names}"]
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (
+    digest = digest_of(
         *(path.read_bytes() for path in (source, *_SHIM_SOURCES)),
         _version(compiler),
         *(each.encode() for each in flags),
-    ):
-        digest.update(len(part).to_bytes(8, "little") + part)
-    folder = _cache_folder()
-    target = folder / f"kernels-{digest.hexdigest()}.so"
-    if not target.exists():
-        _compile([compiler, *flags, f'-DKV_SOURCE="{source.absolute()}"', str(_SHIM / "driver.cpp")], target)
-    return target
+    )
+    command = [compiler, *flags, f'-DKV_SOURCE="{source.absolute()}"', str(_SHIM / "driver.cpp"), "-o"]
+    return kept(f"kernels-{digest}.so", lambda path: _run([*command, str(path)]))
 
 
 def sanitizer_runtime() -> Path:
@@ -65,18 +58,6 @@ def _version(compiler: str) -> bytes:
     return _run([compiler, "-dumpfullversion", "-dumpmachine"]).stdout
 
 
-def _compile(command: list[str], target: Path) -> None:
-    """Compiled beside the target, then renamed: processes that do the same at once get the same."""
-    handle, name = tempfile.mkstemp(prefix=target.stem, suffix=".part", dir=target.parent)
-    os.close(handle)
-    try:
-        _run([*command, "-o", name])
-        Path(name).chmod(0o700)
-        Path(name).replace(target)
-    finally:
-        Path(name).unlink(missing_ok=True)
-
-
 def _run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
     environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
     try:
@@ -88,20 +69,3 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
         ) from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise DeviceError(f"g++ could not be run to compile the kernels for this CPU: {error}") from error
-
-
-def _cache_folder() -> Path:
-    """Below ``$XDG_CACHE_HOME``; nobody else may write there, as its files are run."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        folder = (Path(base) if base else Path.home() / ".cache") / "kvstore" / "kernels"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = folder.stat()
-    except (OSError, RuntimeError) as error:
-        raise DeviceError(f"there is no folder for the compiled kernels: {error}; set XDG_CACHE_HOME to one") from error
-    if facts.st_uid != os.geteuid() or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise DeviceError(
-            f"others than this user can write to {folder}, so compiled kernels in it can't be trusted; make it this "
-            "user's alone (chmod 700), or set XDG_CACHE_HOME to a folder that is"
-        )
-    return folder

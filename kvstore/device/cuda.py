@@ -33,6 +33,10 @@ _BATCHES_SINCE = 12080
 _NO_BATCHES = (0, 1)
 """The legacy default stream, by either of its names, takes no batches."""
 
+_exported: dict[bytes, int] = {}
+"""Handles of this process' memory, of all its devices, with addresses. CUDA opens none of them in this process."""
+_exporting = threading.Lock()
+
 
 class CudaDevice:
     """``Device`` number ``ordinal`` of those that CUDA shows this process. Uses its primary context, as torch does.
@@ -51,7 +55,7 @@ class CudaDevice:
         self._allocated: set[int] = set()
         self._registered: dict[int, int] = {}
         self._opened: Counter[int] = Counter()
-        self._exported: set[bytes] = set()
+        self._opened_at_home: Counter[int] = Counter()
         self._streams: set[int] = set()
         self._events: set[int] = set()
         previous = do(driver.cuCtxGetCurrent)
@@ -85,6 +89,7 @@ class CudaDevice:
         with self._current() as runtime:
             self._forget(self._allocated, address, "free", "malloc")
             do(runtime.cudaDeviceSynchronize)
+            _export_ends({address})
             do(runtime.cudaFree, address)
 
     def host_register(self, address: int, size_bytes: int, *, read_only: bool = False) -> int:
@@ -122,14 +127,18 @@ class CudaDevice:
             handle = do(runtime.cudaIpcGetMemHandle, address)
             # Some versions of the bindings show the bytes of a handle as an attribute, some don't.
             packed = ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES)
-        with self._lock:
-            self._exported.add(packed)
+        with _exporting:
+            _exported[packed] = address
         return packed
 
     def ipc_open(self, handle: bytes) -> int:
         check_handle(handle)
-        if handle in self._exported:
-            raise DeviceError("an IPC handle can't be opened in the process that exported it; use the address itself")
+        with _exporting:
+            at_home = _exported.get(handle)
+        if at_home is not None:
+            with self._lock:
+                self._opened_at_home[at_home] += 1
+            return at_home
         with self._current() as runtime:
             filled = runtime.cudaIpcMemHandle_t()
             ctypes.memmove(filled.getPtr(), handle, IPC_HANDLE_BYTES)
@@ -141,13 +150,16 @@ class CudaDevice:
     def ipc_close(self, address: int) -> None:
         with self._current() as runtime:
             with self._lock:
-                if not self._opened[address]:
+                at_home = self._opened_at_home[address] > 0
+                opened = self._opened_at_home if at_home else self._opened
+                if not opened[address]:
                     raise BadInputError(
                         f"ipc_close of {address:#x}, which no ipc_open gave, or which was closed already"
                     )
-                self._opened[address] -= 1
+                opened[address] -= 1
             do(runtime.cudaDeviceSynchronize)
-            do(runtime.cudaIpcCloseMemHandle, address)
+            if not at_home:
+                do(runtime.cudaIpcCloseMemHandle, address)
 
     # Streams and events ------------------------------------------------------------------------------
 
@@ -236,7 +248,7 @@ class CudaDevice:
         stream: int,
         shared_bytes: int = 0,
     ) -> None:
-        """Compiles the kernels at the first launch, which takes about a second."""
+        """Compiles the kernels at the first launch on a machine, which takes about a second."""
         check_launch(kernel, grid, block, arguments, shared_bytes)
         with self._current():
             self._kernels.launch(kernel, grid, block, arguments, stream, shared_bytes)
@@ -246,6 +258,7 @@ class CudaDevice:
             if self._closed:
                 return
             self._closed = True
+        _export_ends(self._allocated)
         driver = bindings("driver")
         previous = do(driver.cuCtxGetCurrent)
         do(driver.cuCtxSetCurrent, self._context)
@@ -291,6 +304,17 @@ class CudaDevice:
                 del taken[number]
             else:
                 taken.remove(number)
+
+
+def _export_ends(addresses: set[int]) -> None:
+    with _exporting:
+        for handle in [handle for handle, address in _exported.items() if address in addresses]:
+            del _exported[handle]
+
+
+def gpus() -> list[DeviceFacts]:
+    """The GPUs that CUDA shows this process. Touches none of them. Raises DeviceError that says what is missing."""
+    return [_facts_of(ordinal) for ordinal in range(do(bindings("runtime").cudaGetDeviceCount))]
 
 
 def _facts_of(ordinal: int) -> DeviceFacts:

@@ -22,13 +22,13 @@ _BAD_INPUT = frozenset(
     }
 )
 _ADVICE = {
-    "cudaErrorInsufficientDriver": "no NVIDIA driver is installed, or it is older than these libraries: compare "
-    "`nvidia-smi`, or install kvstored[cuda12] in place of [cuda13]",
+    "cudaErrorInsufficientDriver": "the NVIDIA driver is older than these libraries: update it, or install "
+    "kvstored[cuda12] in place of [cuda13]",
     "cudaErrorNoDevice": "the driver shows no GPU: look at CUDA_VISIBLE_DEVICES, and how the container was given GPUs",
     "cudaErrorInvalidDevice": "there are fewer GPUs; `nvidia-smi -L` lists them",
     "cudaErrorInitializationError": "CUDA can't be used in a forked child: start the process afresh (spawn)",
     "cudaErrorMemoryAllocation": "other programs may use the GPU's memory (`nvidia-smi`), or the host has no more "
-    "memory that can be pinned (`ulimit -l`)",
+    "memory that can be pinned",
     "cudaErrorHostMemoryAlreadyRegistered": "register a range once",
     "cudaErrorNotSupported": "this GPU or driver lacks it",
     "cudaErrorIllegalAddress": "a kernel or copy used memory it should not have; the process can't use this GPU again",
@@ -62,10 +62,12 @@ def do(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def error_of(call: str, status: Any) -> Exception:
     """The error that a failed status stands for; forgets it in the runtime, so that no later call reports it."""
-    bindings("runtime").cudaGetLastError()
+    runtime = bindings("runtime")
+    runtime.cudaGetLastError()
     name = str(status.name)
-    advice = _ADVICE.get(name, "see NVIDIA's documentation of the call")
-    text = f"{call} failed with {name}: {advice}"
+    if name == "cudaErrorInsufficientDriver" and not runtime.cudaDriverGetVersion()[1]:
+        return DeviceError("there is no NVIDIA driver on this machine, or a container was not given it")
+    text = f"{call} failed with {name}: {_ADVICE.get(name, 'see its documentation by NVIDIA')}"
     if name in _NO_MEMORY:
         return DeviceMemoryError(text)
     return BadInputError(text) if name in _BAD_INPUT else DeviceError(text)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.device.cuda_calls import bindings, do
+from kvstore.device.kernel_cache import digest_of, kept
 from kvstore.device.kernels import SOURCE
 from kvstore.device.seam import Argument
 from kvstore.errors import DeviceError
@@ -56,6 +57,13 @@ def _target(capability: tuple[int, int], known: Sequence[int]) -> tuple[str, boo
     return f"{'sm' if is_machine_code else 'compute'}_{newest}", is_machine_code
 
 
+def _code_for(capability: tuple[int, int]) -> bytes:
+    """What ``compile_kernels`` gives, compiled once for each version of source and compiler."""
+    version = do(bindings("nvrtc").nvrtcVersion)
+    digest = digest_of(SOURCE.read_bytes(), repr((version, capability, OPTIONS)).encode())
+    return kept(f"kernels-{digest}.cubin", lambda path: path.write_bytes(compile_kernels(capability)[0])).read_bytes()
+
+
 class CudaKernels:
     """The kernels in one context, loaded at the first launch. The context is current in every call."""
 
@@ -74,7 +82,7 @@ class CudaKernels:
         stream: int,
         shared_bytes: int,
     ) -> None:
-        """Queue a kernel whose launch was checked. Blocks for a second the first time."""
+        """Queue a kernel whose launch was checked. Blocks for a second the first time on a machine."""
         # The driver takes a pointer to each value, and copies what they point to in this call.
         values = [np.array(argument) for argument in arguments]
         pointers = np.array([value.ctypes.data for value in values], np.uint64)
@@ -97,7 +105,6 @@ class CudaKernels:
             if name not in self._functions:
                 driver = bindings("driver")
                 if self._module is None:
-                    code, _ = compile_kernels(self._capability)
-                    self._module = do(driver.cuModuleLoadData, code)
+                    self._module = do(driver.cuModuleLoadData, _code_for(self._capability))
                 self._functions[name] = do(driver.cuModuleGetFunction, self._module, name.encode())
             return self._functions[name]

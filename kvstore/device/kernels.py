@@ -126,6 +126,8 @@ def check_launch(
         raise BadInputError(
             f"{name} has blocks of {block} threads; 1 to {kernel.block_threads_max} in all are possible"
         )
+    if kernel.has_barriers and threads % WARP_THREADS:
+        raise BadInputError(f"{name} has blocks of {threads} threads; it needs whole warps of {WARP_THREADS}")
     if min(grid) < 1 or any(size > most for size, most in zip(grid, GRID_MAX, strict=True)):
         raise BadInputError(f"{name} has a grid of {grid} blocks; 1 to {GRID_MAX} are possible")
     if not 0 <= shared_bytes <= SHARED_BYTES_MAX:

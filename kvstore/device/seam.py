@@ -76,7 +76,10 @@ class Device(Protocol):
         ...
 
     def ipc_open(self, handle: bytes) -> int:
-        """Address of another process' memory here; stays valid until ``ipc_close``, also if the other frees it."""
+        """Address here of memory that another process, or another ``Device`` of this one, exported.
+
+        Valid until ``ipc_close``; close it before the other frees it, which on a GPU ends it for all.
+        """
         ...
 
     def ipc_close(self, address: int) -> None:

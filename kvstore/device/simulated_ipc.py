@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvstore.device.checked import check_handle
 from kvstore.device.seam import IPC_HANDLE_BYTES
-from kvstore.errors import BadInputError, DeviceError
+from kvstore.errors import BadInputError, DeviceError, KVStoreError
 
 _MAGIC = b"kvsimipc"
 _FORMAT = struct.Struct("<8sIIQQ16s16x")
@@ -46,18 +46,32 @@ class Handle:
 
     def open_file(self) -> int:
         """A descriptor of the memory. Raises DeviceError when it is gone, is other memory by now, or another user's."""
+        path = f"/proc/{self.pid}/fd/{self.fd}"
+        # A handle may come from anybody, and opening a pipe or a device does things: look first.
+        self._must_be_at(path)
         try:
-            fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise DeviceError(
-                f"device memory of process {self.pid} can't be opened ({error.strerror}): it was freed, the process is "
-                "gone, or it is another user's"
-            ) from error
-        name = Path(f"/proc/self/fd/{fd}").readlink()
-        if not str(name).startswith(f"/memfd:{memory_name(self.nonce)} "):
+            raise self._gone(error) from error
+        try:
+            self._must_be_at(f"/proc/self/fd/{fd}")
+            if not 0 < self.size_bytes <= os.fstat(fd).st_size - self.offset_bytes:
+                raise BadInputError(f"an IPC handle names {self.size_bytes} bytes, but not so many are there")
+        except KVStoreError:
             os.close(fd)
-            raise DeviceError(f"device memory of process {self.pid} was freed since its handle was made")
-        if self.offset_bytes + self.size_bytes > os.fstat(fd).st_size:
-            os.close(fd)
-            raise BadInputError(f"an IPC handle names {self.size_bytes} bytes, more than the memory has")
+            raise
         return fd
+
+    def _must_be_at(self, path: str) -> None:
+        try:
+            name = str(Path(path).readlink())
+        except OSError as error:
+            raise self._gone(error) from error
+        if not name.startswith(f"/memfd:{memory_name(self.nonce)} "):
+            raise DeviceError(f"device memory of process {self.pid} was freed since its handle was made")
+
+    def _gone(self, error: OSError) -> DeviceError:
+        return DeviceError(
+            f"device memory of process {self.pid} can't be opened ({error.strerror}): it was freed, the process is "
+            "gone, or it is another user's"
+        )

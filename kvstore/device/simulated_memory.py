@@ -106,10 +106,8 @@ class Memory:
         return Handle(os.getpid(), made.fd, made.size_bytes, offset_bytes, made.nonce).pack()
 
     def open(self, packed: bytes) -> int:
-        """Another process' memory. Opening it again gives the same address."""
+        """Memory by its handle, at an address of its own. Opening it again gives the same one."""
         handle = Handle.unpack(packed)
-        if handle.pid == os.getpid():
-            raise DeviceError("an IPC handle can't be opened in the process that exported it; use the address itself")
         known = next((r for r in self._sorted if r.opened and r.nonce == handle.nonce), None)
         if known is not None:
             known.opened += 1
@@ -153,12 +151,15 @@ class Memory:
                 f"host memory at {address:#x} of {size_bytes} bytes is not mapped as a whole, or not readable"
             )
         if not read_only and not all(piece.writable for piece in found):
-            raise DeviceError(f"host memory at {address:#x} is mapped read-only; register it with read_only=True")
+            raise BadInputError(f"host memory at {address:#x} is mapped read-only; register it with read_only=True")
         alias = address
         if all(piece.shared for piece in found):
-            alias = pages.map_again(found)
-            if self._guarded:
-                pages.protect(alias, size_bytes, read=False, write=False)
+            try:
+                alias = pages.map_again(found)
+                if self._guarded:
+                    pages.protect(alias, size_bytes, read=False, write=False)
+            except OSError as error:
+                raise DeviceError(f"host memory at {address:#x} can't be mapped for kernels: {error}") from error
         by = alias - address
         pieces = [Piece(p.start + by, p.end + by, p.readable, p.writable and not read_only, p.shared) for p in found]
         self._add(Range(address, size_bytes, address, not read_only, False, alias, pieces if by else []))

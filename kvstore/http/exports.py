@@ -74,6 +74,8 @@ EXPORTS: tuple[Export, ...] = (
                dram="evicted_blocks", nvme="nvme_evicted_blocks"),
     *_counters("dropped_blocks_total", "Of these, last copies.", "tier",
                dram="dropped_blocks", nvme="nvme_dropped_blocks"),
+    *_counters("policy_seconds_total", "Time that the eviction policy worked on the daemon's thread.", of="policy_s"),
+    *_gauges("policy_longest_seconds", "The longest that it did so without a break.", of="policy_s_max"),
     *_counters("moved_blocks_total", "Blocks moved within DRAM to free a region.", of="moved_blocks"),
     *_counters("recovered_blocks_total", "Blocks found at the start.", "where",
                nvme="recovered_blocks", dram="taken_over_blocks"),

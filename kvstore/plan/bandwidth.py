@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError, IntegrityError
-from kvstore.native import aligned_bytes
 from kvstore.plan.ways import Addresses, Direction, Mover, Pieces, Way
 
 SIZES = tuple(4096 << step for step in range(13))
@@ -190,21 +190,19 @@ def measure(
 class _Bench:
     """Memory on both sides, and a stream."""
 
-    def __init__(
-        self, device: MovingDevice, total_bytes: int, stack: ExitStack, timer: Callable[[], float]
-    ) -> None:
+    def __init__(self, device: MovingDevice, total_bytes: int, stack: ExitStack, timer: Callable[[], float]) -> None:
         self._device = device
         self._timer = timer
         self._stream = device.stream()
         stack.callback(device.free_stream, self._stream)
-        self._memory = device.malloc(total_bytes)
+        self._sent, self._came = _whole_pages(total_bytes), _whole_pages(total_bytes)
+        self._sent[:] = np.frombuffer(np.random.default_rng(0).bytes(len(self._sent)), np.uint8)
+        self._memory = device.malloc(len(self._sent))
         stack.callback(device.free, self._memory)
-        self._sent, self._came = aligned_bytes(total_bytes), aligned_bytes(total_bytes)
-        self._sent[:] = np.frombuffer(np.random.default_rng(0).bytes(total_bytes), np.uint8)
         self._mapped = {}
         for array in (self._sent, self._came):
             address = int(array.ctypes.data)
-            self._mapped[address] = device.host_register(address, total_bytes)
+            self._mapped[address] = device.host_register(address, len(array))
             stack.callback(device.host_unregister, address)
         stack.callback(device.sync_stream, self._stream)
 
@@ -257,6 +255,11 @@ class _Bench:
             raise IntegrityError(
                 f"{way}, {pieces.direction}: pieces of {pieces.piece_bytes} bytes came wrong; do not use this device"
             )
+
+
+def _whole_pages(n_bytes: int) -> NDArray[np.uint8]:
+    """Memory that can be registered: uint8, at least ``n_bytes``."""
+    return np.frombuffer(mmap.mmap(-1, -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE), np.uint8)
 
 
 def _ends(pieces: Pieces) -> tuple[Addresses, Addresses]:

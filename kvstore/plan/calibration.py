@@ -11,7 +11,7 @@ from kvstore.plan.bandwidth import BandwidthTable
 from kvstore.plan.ways import Direction, Way
 
 HALF_LIFE_S = 30.0
-"""What was observed counts for half as much after this time without anything new: a way that did badly is tried again."""
+"""What was observed counts for half as much after so long without anything new: a way that did badly is tried again."""
 STEP = 0.3
 """Which share of what is unexplained an observation explains."""
 LOG_MAX = math.log(32.0)

@@ -65,6 +65,19 @@ class GpuLink:
         return PCIE_GB_PER_S_PER_LANE[generation] * width
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What may make the link slower than it could be, in words."""
+        found = []
+        if self.same_switch:
+            others = ", ".join(map(str, self.same_switch))
+            found.append(f"GPU {others} shares the PCIe switch's uplink: what they move at the same time is shared out")
+        if self.other_processes:
+            found.append(f"{self.other_processes} other processes compute on this GPU and may use its link")
+        if self.pcie_width is not None and self.pcie_width_max is not None and self.pcie_width < self.pcie_width_max:
+            found.append(f"the link has {self.pcie_width} of {self.pcie_width_max} lanes: look at slot and riser")
+        return tuple(found)
+
+    @property
     def words(self) -> str:
         """The link for people."""
         if self.c2c:
@@ -92,7 +105,9 @@ def read_links(nvml: Any = None) -> Links:
         try:
             nvml = import_module("pynvml")
         except ImportError:
-            return Links(absent="pynvml is not installed: pip install nvidia-ml-py (part of kvstored[cuda12], [cuda13])")
+            return Links(
+                absent="pynvml is not installed: pip install nvidia-ml-py (part of kvstored[cuda12], [cuda13])"
+            )
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:

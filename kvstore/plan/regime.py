@@ -19,14 +19,14 @@ from kvstore.config import format_size
 from kvstore.errors import BadInputError
 from kvstore.plan.calibration import Calibration
 from kvstore.plan.links import GpuLink
-from kvstore.plan.recompute import Prefill
+from kvstore.plan.prefill import Prefill
 from kvstore.plan.ways import MAPPED, STAGED, Direction, Way
 
 MARGIN = 0.15
 """A choice is kept until another would take less than 1 - MARGIN of its time."""
 KINDS_KEPT = 1024
 READS_IN_PLACE_MAX = 1.0
-"""Over a link that is much slower than the GPU's memory no byte is read in place more often, if there is a way around."""
+"""Over a link much slower than the GPU's memory no byte is read in place more often, if there is a way around."""
 
 
 class Action(StrEnum):
@@ -47,11 +47,17 @@ class Facts:
     """Host memory can be given addresses for kernels."""
     cannot_map_reason: str = ""
     gpu_gb_per_s: float = 0.0
+    notes: tuple[str, ...] = ()
+    """What else may matter to who reads reasons, as that others share the link."""
 
     @classmethod
-    def of(cls, link: GpuLink | None, *, can_map: bool = True, cannot_map_reason: str = "", gpu_gb_per_s: float = 0.0) -> Facts:
+    def of(
+        cls, link: GpuLink | None, *, can_map: bool = True, cannot_map_reason: str = "", gpu_gb_per_s: float = 0.0
+    ) -> Facts:
         """Of a GPU as NVML tells; one that is not told of is taken for one behind PCIe."""
-        return cls(bool(link is not None and link.c2c), can_map, cannot_map_reason, gpu_gb_per_s)
+        if link is None:
+            return cls(False, can_map, cannot_map_reason, gpu_gb_per_s)
+        return cls(bool(link.c2c), can_map, cannot_map_reason, gpu_gb_per_s, link.notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +132,9 @@ class Advisor:
         n_pieces = case.total_bytes / case.piece_bytes
         own_reads_s = self._own_reads_s(case)
         staged = [
-            Option(Action.STAGED, way, self._link_s(way, case, n_pieces) + own_reads_s, self._excluded_staged(way, case))
+            Option(
+                Action.STAGED, way, self._link_s(way, case, n_pieces) + own_reads_s, self._excluded_staged(way, case)
+            )
             for way in STAGED
         ]
         in_place_s = self._link_s(Way.ZERO_COPY, case, n_pieces) * max(case.reads_per_byte, 0.0)
@@ -179,9 +187,7 @@ class Advisor:
                 self._said.popitem(last=False)
         return chosen, chosen is not best
 
-    def _reasons(
-        self, case: Case, chosen: Option, best: Option, options: tuple[Option, ...], kept: bool
-    ) -> list[str]:
+    def _reasons(self, case: Case, chosen: Option, best: Option, options: tuple[Option, ...], kept: bool) -> list[str]:
         words = [f"{chosen.name}: {_time(chosen.expected_s)} for {format_size(case.total_bytes)}"]
         if chosen.way is not None:
             rate = self.calibration.rate(Direction.LOAD, chosen.way, case.piece_bytes)
@@ -194,8 +200,10 @@ class Advisor:
                 words.append(f"not {other.name}: {other.excluded}")
             elif other is not best or not kept:
                 words.append(f"not {other.name}: {_time(other.expected_s)}")
-        if chosen.action is not Action.RECOMPUTE and (slow := self.calibration.contention(Direction.LOAD)):
-            words.append(slow.reason)
+        if chosen.action is not Action.RECOMPUTE:
+            if slow := self.calibration.contention(Direction.LOAD):
+                words.append(slow.reason)
+            words += self.facts.notes
         return words
 
 

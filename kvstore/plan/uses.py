@@ -37,9 +37,7 @@ def for_tokens(bytes_per_token: int) -> tuple[Use, ...]:
     return tuple(
         Use(
             use.what,
-            Case(
-                tokens * bytes_per_token, use.case.piece_bytes, use.case.reads_per_byte, use.case.room_bytes, tokens
-            ),
+            Case(tokens * bytes_per_token, use.case.piece_bytes, use.case.reads_per_byte, use.case.room_bytes, tokens),
         )
         for use in USES
     )
@@ -48,5 +46,3 @@ def for_tokens(bytes_per_token: int) -> tuple[Use, ...]:
 def advice(advisor: Advisor, uses: tuple[Use, ...] = USES) -> list[tuple[Use, Recommendation]]:
     """What is recommended for each."""
     return [(use, advisor.recommend(use.case, use.what)) for use in uses]
-
-

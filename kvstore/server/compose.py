@@ -16,6 +16,7 @@ from kvstore.offload import WritePolicy
 from kvstore.plan.placement import place
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.policies import make_tier_policies
+from kvstore.prefix_index.policy_time import TimedPolicy
 from kvstore.promote import Promotion
 from kvstore.server.succession import Succession
 from kvstore.store.hbm import HbmSetup
@@ -59,7 +60,7 @@ def make_store(
         policy = make_tier_policies(
             config.policy, config.nvme_policy, learn_aside=config.policy_clock == "system", hbm=hbm is not None
         )
-        index = PrefixIndex(policy, nvme=nvme is not None, tenants=config.tenants, hbm=hbm is not None)
+        index = PrefixIndex(TimedPolicy(policy), nvme=nvme is not None, tenants=config.tenants, hbm=hbm is not None)
         limits = LeaseLimits(config.lease_s_default, config.lease_s_max)
         write = WriteBehind(
             WritePolicy(config.write_policy),

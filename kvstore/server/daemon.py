@@ -20,6 +20,7 @@ from kvstore.errors import BadInputError, ProtocolError, SessionEndedError
 from kvstore.http.source import Phase
 from kvstore.lease import Lease
 from kvstore.logs import about
+from kvstore.prefix_index.policy_time import TimedPolicy
 from kvstore.server.answers import Answers
 from kvstore.server.compose import close_store, leave_store_to_parent, make_store
 from kvstore.server.connection import Connection
@@ -430,6 +431,8 @@ class Daemon:
     def stats(self) -> tuple[dict[str, float], dict[str, str]]:
         """Counters and gauges, and facts in words, of the daemon and its store."""
         numbers, texts = self.store.stats()
+        if isinstance(policy := self.store.index.policy, TimedPolicy):
+            numbers |= {"policy_s": policy.watch.seconds, "policy_s_max": policy.watch.longest_s}
         numbers |= {
             "sessions": float(sum(1 for session in self.sessions if session.live)),
             "sessions_lingering": float(sum(1 for session in self.sessions if not session.live)),
@@ -441,6 +444,6 @@ class Daemon:
         }
         return numbers, texts | {
             "server_version": __version__,
-            "policy": self.store.index.policy.name,
+            "policy": policy.name,
             "epoch": str(self.epoch),
         }

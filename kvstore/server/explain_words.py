@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+from kvstore.facts import NearRoot
 from kvstore.prefix_index.block_table import DRAM
 from kvstore.prefix_index.explain import Content, End
 from kvstore.prefix_index.history import Departure, Left, Unwritten
 from kvstore.server.admin_handlers import in_words
-from kvstore.store.explaining import Explained, NearNamespace, NearRoot, Reason, State
+from kvstore.store.explaining import Explained, NearNamespace, Reason, State
 from kvstore.store.requests import Prompt
 from kvstore.store.store import Store
 from kvstore.types import RowKind

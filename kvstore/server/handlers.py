@@ -104,7 +104,7 @@ class Handlers:
                 f"the namespace belongs to tenant {namespace.tenant!r}, the session to {session.tenant!r}: "
                 f"connect as that tenant"
             )
-        opened = self._store.namespaces.open(namespace, request.name)
+        opened = self._store.namespaces.open(namespace, request.name, request.attention_doubling_tokens)
         return Reply(pb.OpenNamespaceReply(digest=opened.digest))
 
     def match(self, session: Session, request: pb.MatchRequest) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from kvstore.server.admin_handlers import tenant_asked_for
@@ -39,7 +40,7 @@ def _info(facts: TenantFacts) -> pb.TenantInfo:
     return pb.TenantInfo(
         tenant=facts.tenant,
         weight=facts.weight,
-        tiers=[pb.TenantTier(**each._asdict()) for each in facts.tiers],
+        tiers=[pb.TenantTier(**asdict(each)) for each in facts.tiers],
         pinned_bytes=facts.pinned_bytes,
         pin_max_bytes=facts.pin_max_bytes,
         n_pins=facts.n_pins,

@@ -15,6 +15,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.facts import NearRoot
 from kvstore.prefix_index.block_table import DRAM
 from kvstore.prefix_index.explain import Explanation
 from kvstore.prefix_index.history import Departure, Left
@@ -57,16 +58,6 @@ class NearNamespace:
     differences: list[str]
     n_matching: int
     n_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class NearRoot:
-    """Another salt or LoRA of the same namespace with blocks of the prompt. ``lora``: its LoRA identity."""
-
-    salt_differs: bool
-    lora_differs: bool
-    lora: str
-    n_matching: int
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from kvstore.hybrid import Part, parts_of
 from kvstore.load_time import LoadTime
 from kvstore.prefix_index.parts import Rule
 from kvstore.prefix_index.tenants import Tenants
+from kvstore.recompute import checked_doubling_tokens
 from kvstore.types import KVSpec, Namespace, Root
 
 NAMESPACES_MAX = 32768
@@ -79,6 +80,8 @@ class OpenNamespace:
     tenant: int
     parts: tuple[Part, ...] = ()
     rules: tuple[Rule, ...] = ()
+    attention_doubling_tokens: float = 0.0
+    """Of the model, see ``kvstore.recompute``; 0 while nobody has told."""
     n_lookups: int = 0
     """Prompts looked up to use them; so are blocks and hits."""
     n_lookup_blocks: int = 0
@@ -154,9 +157,10 @@ class Namespaces:
     def __len__(self) -> int:
         return len(self._by_digest)
 
-    def open(self, namespace: Namespace, name: str = "") -> OpenNamespace:
+    def open(self, namespace: Namespace, name: str = "", attention_doubling_tokens: float = 0.0) -> OpenNamespace:
         """The entry for a description; ``name``, if given, is bound to it within its tenant.
 
+        ``attention_doubling_tokens`` is what was told last, no part of what it is; 0 tells nothing.
         Raises SpecMismatchError if the name stands for another description, and says which fields differ.
         """
         if len(name) > NAME_CHARS_MAX:
@@ -175,6 +179,7 @@ class Namespaces:
             raise BadInputError(
                 f"tenant {tenant!r} has bound {NAMES_PER_TENANT_MAX} namespace names, the most it may have: use no name"
             )
+        doubling_tokens = checked_doubling_tokens(attention_doubling_tokens)
         digest = namespace.digest()
         entry = self._by_digest.get(digest)
         if entry is None:
@@ -184,6 +189,7 @@ class Namespaces:
             self._n_open[tenant] += 1
             for ordinal in entry.ordinals:
                 self._by_ordinal[ordinal] = entry
+        entry.attention_doubling_tokens = doubling_tokens or entry.attention_doubling_tokens
         if name and bound is None:
             self._names[(tenant, name)] = entry
             self._n_names[tenant] += 1

@@ -60,6 +60,7 @@ class Prompt(NamedTuple):
             self.time_s, n_prompt, n_output or n_behind, self.hints,
             opened.ordinal if namespace is None else namespace,
             opened.tenant, opened.namespace.spec.block_tokens, self.category,
+            attention_doubling_tokens=opened.attention_doubling_tokens,
         )  # fmt: skip
 
 

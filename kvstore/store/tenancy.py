@@ -6,25 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvstore.facts import TenantTier
 from kvstore.prefix_index.block_table import DRAM, NVME
 from kvstore.prefix_index.shares import nominal_bytes
 from kvstore.store.store import Store
 
 TIER_NAMES = {DRAM: "dram", NVME: "nvme"}
-
-
-class TenantTier(NamedTuple):
-    """A tenant in one tier. Bytes are of whole pages; ``max_bytes`` is None without a quota. Counts are of copies,
-    since the daemon started: those that went for its own sake, its own for others', others' for its."""
-
-    tier: str
-    used_bytes: int
-    share_bytes: int
-    min_bytes: int
-    max_bytes: int | None
-    n_evicted: int
-    n_suffered: int
-    n_caused: int
 
 
 class TenantFacts(NamedTuple):

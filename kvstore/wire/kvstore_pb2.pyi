@@ -106,12 +106,14 @@ class Event(_message.Message):
     def __init__(self, ended_leases: _Optional[_Iterable[int]] = ..., ended_reservations: _Optional[_Iterable[int]] = ..., retired_regions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenNamespaceRequest(_message.Message):
-    __slots__ = ("description_json", "name")
+    __slots__ = ("description_json", "name", "attention_doubling_tokens")
     DESCRIPTION_JSON_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_DOUBLING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     description_json: str
     name: str
-    def __init__(self, description_json: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+    attention_doubling_tokens: float
+    def __init__(self, description_json: _Optional[str] = ..., name: _Optional[str] = ..., attention_doubling_tokens: _Optional[float] = ...) -> None: ...
 
 class OpenNamespaceReply(_message.Message):
     __slots__ = ("digest",)

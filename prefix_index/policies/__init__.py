@@ -45,8 +45,7 @@ def make_policy(name: str, **options: Any) -> EvictionPolicy:
 def make_tier_policies(dram: str, nvme: str = "", *, learn_aside: bool = False, hbm: bool = False) -> EvictionPolicy:
     """Fresh policies for a table with or without an NVMe tier; ``nvme`` is the one of DRAM if it is empty.
 
-    With ``hbm`` there is an order for such a tier, too: that of LRU. What is there was used twice lately, and can be
-    had again for one copy.
+    With ``hbm`` there is an order for such a tier, too: see ``with_hbm``.
 
     With ``learn_aside`` those that learn do so in a process beside this one, so that no call waits for it; otherwise in
     the calls, which makes the same calls give the same order. Raises ConfigError for an unknown name.
@@ -60,6 +59,13 @@ def make_tier_policies(dram: str, nvme: str = "", *, learn_aside: bool = False, 
     if not own_nvme and not hbm:
         return policy
     try:
-        return TieredPolicy(policy, make(nvme) if own_nvme else None, LruPolicy() if hbm else None)
+        policy = TieredPolicy(policy, make(nvme)) if own_nvme else policy
     except ConfigError as error:
         raise ConfigError(f"on NVMe, {error}", ("nvme_policy",)) from None
+    return with_hbm(policy) if hbm else policy
+
+
+def with_hbm(policy: EvictionPolicy) -> EvictionPolicy:
+    """The same order of the other tiers, and that of LRU for HBM: what is there was used several times lately, and can
+    be had again for one copy."""
+    return TieredPolicy(policy, hbm=LruPolicy())

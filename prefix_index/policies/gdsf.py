@@ -11,6 +11,7 @@ from kvstore.errors import ConfigError
 from kvstore.prefix_index.block_table import NO_PARENT, PART, At
 from kvstore.prefix_index.policies.sequenced import SequencedPolicy
 from kvstore.prefix_index.policy import Use
+from kvstore.recompute import mean_cost
 
 _TIE = 2.0**-32
 """Among equals the older goes first: so much a place in the sequence adds to a rank."""
@@ -21,10 +22,9 @@ _COUNT_MAX = 65535
 class GdsfPolicy(SequencedPolicy):
     """Rank = L + count * cost / size, where L is the rank of what the tier gave up last, so that all age alike.
 
-    Cost is the time to compute the block again at its position p in the prompt: a token costs 1 + p / D, where
-    D = ``half_cost_tokens`` is where attention costs as much as all the rest. That is 2N / (4 L H d) for N parameters
-    and L layers of H query heads of d dims: 27,000 for a model of 7 billion parameters, 53,000 for one of 70. Size is
-    relative to that of the first block stored. Counts are those while the block is in the table.
+    Cost is the time to compute the block again at its position in the prompt (``kvstore.recompute``);
+    ``half_cost_tokens`` stands for the model's ``attention_doubling_tokens`` where that is unknown. Size is relative to
+    that of the first block stored. Counts are those while the block is in the table.
     """
 
     name = "gdsf"
@@ -58,7 +58,8 @@ class GdsfPolicy(SequencedPolicy):
             return
         block_tokens = use.block_tokens or _DEFAULT_BLOCK_TOKENS
         self._place(ids, block_tokens)
-        cost = 1 + (self._ends[ids] - block_tokens / 2) / self._half_cost_tokens
+        doubling_tokens = use.attention_doubling_tokens or self._half_cost_tokens
+        cost = mean_cost(self._ends[ids] - block_tokens, self._ends[ids], doubling_tokens)
         size = np.maximum(self.table.size_bytes[ids], 1) / block_tokens
         self._unit = self._unit or float(size[0])
         self._values[ids] = cost * self._unit / size

@@ -322,7 +322,8 @@ class HazardPolicy(EvictionPolicy):
     def _put(self, ids: At, runs: list[int], counts: list[int], use: Use) -> float:
         """Blocks are of these new runs, and have the ranks of those. Returns at most the lowest."""
         ranks = self._books.ranks_of_used(runs)
-        self._costs.note(ids, self._depth[ids], counts, use, len(self._depth))
+        if self._costs.are_known or use.attention_doubling_tokens:
+            self._costs.note(ids, self._depth[ids], counts, use, len(self._depth))
         if len(runs) == 1:
             self._run_of[ids] = runs[0]
             self.set_ranks(ids, self._with_costs(ids, ranks[0]))

@@ -30,20 +30,17 @@ class PlaceCosts:
         """Logarithms of the costs of these blocks."""
         return self._logs[ids].astype(np.float64)
 
-    def note(self, ids: At, depths: Ints, counts: list[int], use: Use, n_ids: int) -> None:
-        """These blocks, at these places of a prompt, are used; they are runs of so many each. ``n_ids``: ids there are."""
-        if not (self.are_known or use.attention_doubling_tokens):
-            return
+    def note(self, ids: At, depths: NDArray[np.int32], counts: list[int], use: Use, n_ids: int) -> None:
+        """These blocks, at these places of a prompt, are used, and are runs of so many each; there are ``n_ids`` ids."""
         if len(self._logs) < n_ids:
             self._logs = np.concatenate((self._logs, np.zeros(n_ids - len(self._logs), np.float32)))
-        self._logs[ids] = log_costs(depths, counts, use)
+        self._logs[ids] = log_costs(depths.astype(np.int64), counts, use)
 
 
 def log_costs(depths: Ints, counts: list[int], use: Use) -> Floats:
     """Logarithms of the costs of blocks at these places, which are runs of so many each."""
     starts = np.cumsum([0, *counts[:-1]])
     first = np.repeat(depths[starts], counts) * use.block_tokens
-    end = (depths.astype(np.int64) + 1) * use.block_tokens
-    import os
-    if os.environ.get('TAILV'): first = end - use.block_tokens
-    return np.log(mean_cost(first, end, use.attention_doubling_tokens if use.block_tokens else 0.0))
+    end = (depths + 1) * use.block_tokens
+    logs: Floats = np.log(mean_cost(first, end, use.attention_doubling_tokens))
+    return logs

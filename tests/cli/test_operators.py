@@ -86,7 +86,10 @@ def test_versions_with_and_without_a_daemon(kvstore: Command, tmp_path: Path) ->
     found = kvstore.json("version")
     assert found["client"] == found["daemon"]["version"] == __version__
     assert found["libraries"]["numpy"] == np.__version__
-    assert f"kvstore {__version__}" in kvstore("version").stdout
+    assert bool(found["gpus"]) != bool(found["gpus_error"])
+    shown = kvstore("version").stdout
+    assert f"kvstore {__version__}" in shown
+    assert (found["gpus_error"] or found["gpus"][0]) in shown
     alone = kvstore.json("version", "--socket", str(tmp_path / "nobody.sock"))
     assert alone["daemon"]["version"] == ""
     assert "nobody.sock" in alone["daemon"]["error"]

@@ -8,17 +8,14 @@ from pathlib import Path
 import pytest
 
 from kvstore.bench.device_ways import SMALL
-from kvstore.bench.kv_sizes import MODELS
-from kvstore.bench.model_costs import cost_of
-from kvstore.cli import probe_machine
 from kvstore.cli.probe import _same_uuid
 from kvstore.cli.probe_machine import registration_facts, seals_note
 from kvstore.device.simulated import SimulatedDevice
-from kvstore.errors import BadInputError
 from kvstore.native import numa
 from kvstore.plan.bandwidth import BandwidthTable
 from kvstore.plan.links import read_links
 from kvstore.plan.ways import Direction, Way
+from kvstore.tiers import memfd
 from tests.cli.test_cli import kvstore, report
 
 without_gpu = pytest.mark.skipif(bool(read_links().gpus), reason="this machine has a GPU")
@@ -108,13 +105,13 @@ def test_memory_that_cannot_be_registered_read_only_is_told() -> None:
 
 def test_seals_that_do_not_hold_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seals_note() == ""
-    monkeypatch.setattr(probe_machine.memfd, "seal_read_only", lambda fd: None)
+    monkeypatch.setattr(memfd, "seal_read_only", lambda _: None)
     assert "can be mapped writable" in seals_note()
 
     def refused(fd: int) -> None:
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(probe_machine.memfd, "seal_read_only", refused)
+    monkeypatch.setattr(memfd, "seal_read_only", refused)
     assert "can't be sealed (Invalid argument" in seals_note()
 
 
@@ -128,9 +125,3 @@ def test_seals_that_do_not_hold_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_a_gpu_is_known_by_its_uuid_however_it_is_written(nvml: str, cuda: str, same: bool) -> None:
     assert _same_uuid(nvml, cuda) is same
-
-
-def test_what_computing_costs_is_known_of_every_model_whose_size_is() -> None:
-    assert all(cost_of(model).parameters > 1e9 for model in MODELS)
-    with pytest.raises(BadInputError, match="known are"):
-        cost_of("gpt-0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,18 +99,22 @@ def test_wrong_arguments_are_named_and_lose_nothing(ns: NamespaceHandle, call: A
     assert ns.match(tokens_of(2)).n_blocks == 2
 
 
-@pytest.mark.parametrize("fits", [np.uint8, np.int8, np.uint16, np.float16])
+@pytest.mark.parametrize("fits", [np.uint8, np.int8, np.uint16, np.int16])
 def test_arrays_of_values_that_the_blocks_hold(client: Client, fits: type[np.generic]) -> None:
     spec = KVSpec(BLOCK_TOKENS, (KVGroup(layers=2, kv_heads=2, head_dim=64),))
     ns = client.open(Namespace("values", spec))
     blocks = np.zeros((2, spec.block_bytes // np.dtype(fits).itemsize), fits)
     assert ns.put(tokens_of(2), blocks).n_stored == 2
     assert ns.get_into(tokens_of(2), blocks).n_blocks == 2
-    other = np.zeros((2, spec.block_bytes // 4), np.float32)
-    with pytest.raises(BadInputError, match=r"float32 was given.*bfloat16.*view\(numpy.uint8\)"):
-        ns.put(tokens_of(2), other)
-    with pytest.raises(BadInputError, match="float32 was given"):
-        ns.get_into(tokens_of(2), other)
+    for wrong in (np.float32, np.float16):  # half of the same size is another kind all the same
+        other = np.zeros((2, spec.block_bytes // np.dtype(wrong).itemsize), wrong)
+        with pytest.raises(BadInputError, match=rf"{other.dtype} was given.*bfloat16.*view\(numpy.uint8\)"):
+            ns.put(tokens_of(2, 5), other)
+        with pytest.raises(BadInputError, match=f"{other.dtype} was given"):
+            ns.get_into(tokens_of(2), other)
+    assert ns.match(tokens_of(2, 5)).n_blocks == 0
+    half = client.open(Namespace("values", KVSpec(BLOCK_TOKENS, (replace(spec.groups[0], dtype="float16"),))))
+    assert half.put(tokens_of(2), np.zeros((2, spec.block_bytes // 2), np.float16)).n_stored == 2
     mixed = KVSpec(BLOCK_TOKENS, (*spec.groups, KVGroup(layers=2, kv_heads=2, head_dim=64, dtype="float16")))
     whole = np.zeros((1, mixed.block_bytes // 4), np.float32)
     assert client.open(Namespace("values", mixed)).put(tokens_of(1), whole).n_stored == 1

@@ -17,7 +17,7 @@ from kvstore.errors import DeviceError
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """One of each kind; the GPU's tests are skipped where there is none."""
     try:
-        opened = open_device(request.param)
+        opened = open_device(request.param, **({"total_bytes": 64 << 20} if request.param == "simulated" else {}))
     except DeviceError as error:
         if request.param == "simulated":
             raise

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -11,7 +13,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvstore.device import Device, PinnedBuffer
+from kvstore.device import Device, PinnedBuffer, open_device
+from kvstore.device.copy_kernels import copy, table_of_runs
+from kvstore.device.kernels import KERNELS
 from kvstore.device.seam import IPC_HANDLE_BYTES
 from kvstore.errors import BadInputError, DeviceError, DeviceMemoryError
 from kvstore.native import Mapping
@@ -223,7 +227,8 @@ def test_a_full_device_says_so(device: Device) -> None:
 def test_what_was_not_given_is_not_taken_back(device: Device) -> None:
     address = device.malloc(1000)
     stream, event = device.stream(), device.event()
-    for call in (device.free, device.host_unregister, device.ipc_export, device.ipc_close):
+    calls: list[Callable[[int], object]] = [*(device.free, device.host_unregister, device.ipc_export, device.ipc_close)]
+    for call in calls:
         with pytest.raises(BadInputError):
             call(address + 256)
     for call in (device.host_unregister, device.ipc_close):
@@ -294,10 +299,52 @@ def test_what_ends_memory_waits_for_the_work_on_it(device: Device, rng: np.rando
     with PinnedBuffer(device, MIB) as source:
         source.array[:] = data
         device.copy(address, source.address, MIB, stream)
+    source.array[:] = 0
     device.copy(target.address, address, MIB, stream)
     device.free(address)
     assert np.array_equal(target.array, data)
     target.close()
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_a_kernel_copies_from_and_to_registered_host_memory(device: Device, rng: np.random.Generator, way: str) -> None:
+    if device.facts.kind == "simulated" and shutil.which("g++") is None:
+        pytest.skip("g++ is not installed; it compiles the kernels for the simulated device")
+    n_runs, run_bytes = 40, 48
+    n_bytes = n_runs * run_bytes
+    data = rng.integers(0, 256, n_bytes, np.uint8)
+    address, stream = device.malloc(n_bytes), device.stream()
+    order = rng.permutation(n_runs) * run_bytes
+    with PinnedBuffer(device, n_bytes) as buffer:
+        buffer.array[:] = 0
+        host, own = (buffer.device_address, order), (address, np.arange(n_runs) * run_bytes)
+        (to, to_offsets), (of, offsets) = (own, host) if way == "in" else (host, own)
+        table = table_of_runs(words(to), words(of), to_offsets, offsets, np.full(n_runs, run_bytes, np.uint64))
+        if way == "in":
+            buffer.array[:] = data
+        else:
+            write_to(device, address, data)
+        with PinnedBuffer(device, table.words.nbytes) as table_buffer:
+            table_buffer.array[:] = table.words.view(np.uint8)
+            copy(device, table, table_buffer.device_address, stream)
+            device.sync_stream(stream)
+        rows = data.reshape(n_runs, run_bytes)
+        if way == "in":
+            got = read_back(device, address, n_bytes)
+            assert np.array_equal(got, rows[order // run_bytes].reshape(-1))
+        else:
+            assert np.array_equal(buffer.array.reshape(n_runs, run_bytes)[order // run_bytes], rows)
+
+
+def test_kernels_are_checked_when_they_are_given(device: Device) -> None:
+    arguments = [parameter.dtype.type(0) for parameter in KERNELS["kv_copy_runs"].parameters]
+    for kernel, grid, given in (
+        ("no_such_kernel", (1, 1, 1), arguments),
+        ("kv_copy_runs", (0, 1, 1), arguments),
+        ("kv_copy_runs", (1, 1, 1), arguments[1:]),
+    ):
+        with pytest.raises(BadInputError):
+            device.launch(kernel, grid, (32, 1, 1), given, 0)
 
 
 def test_threads_have_streams_of_their_own(device: Device) -> None:
@@ -341,7 +388,7 @@ def test_another_process_reads_and_writes_what_was_exported(device: Device, rng:
     child.end()
 
 
-def test_a_handle_is_opened_more_than_once_but_not_at_home(device: Device) -> None:
+def test_a_handle_is_opened_more_than_once(device: Device) -> None:
     child = Child(device.facts.kind)
     handle = bytes.fromhex(child.say(f"export 7 {MIB}"))
     first, second = device.ipc_open(handle), device.ipc_open(handle)
@@ -352,8 +399,26 @@ def test_a_handle_is_opened_more_than_once_but_not_at_home(device: Device) -> No
     with pytest.raises(BadInputError):
         device.ipc_close(first)
     child.end()
-    with pytest.raises(DeviceError, match="exported"):
-        device.ipc_open(device.ipc_export(device.malloc(MIB)))
+
+
+def test_another_device_of_the_same_process_opens_a_handle_too(device: Device) -> None:
+    address = device.malloc(MIB)
+    handle = device.ipc_export(address)
+    other = open_device(device.facts.kind)
+    opened = other.ipc_open(handle)
+    stream = other.stream()
+    other.fill(opened, 6, MIB, stream)
+    other.sync_stream(stream)
+    assert set(read_back(device, address, MIB).tolist()) == {6}
+    assert other.ipc_open(handle) == opened
+    for _ in range(2):
+        other.ipc_close(opened)
+    with pytest.raises(BadInputError):
+        other.ipc_close(opened)
+    other.close()
+    device.free(address)
+    with pytest.raises((BadInputError, DeviceError)):
+        device.ipc_open(handle)
 
 
 @pytest.mark.parametrize("handle", [b"", bytes(63), bytes(65)])

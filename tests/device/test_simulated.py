@@ -195,7 +195,7 @@ def test_read_only_memory_is_registered_as_such_and_never_written(simulated: Sim
     os.ftruncate(fd, PAGE)
     mapping = Mapping(fd, PAGE, writable=False)
     device = simulated()
-    with pytest.raises(DeviceError, match="read_only=True"):
+    with pytest.raises(BadInputError, match="read_only=True"):
         device.host_register(mapping.address, PAGE)
     device.host_register(mapping.address, PAGE, read_only=True)
     with pytest.raises(BadInputError, match="can't write it"):

@@ -54,7 +54,8 @@ def test_a_changed_handle_is_refused(simulated: Callable[..., SimulatedDevice], 
     more = Handle(good.pid, good.fd, good.size_bytes + 1, good.offset_bytes, good.nonce)
     guessed = Handle(good.pid, good.fd, good.size_bytes, good.offset_bytes, bytes(16))
     not_ours = Handle(good.pid, 1, good.size_bytes, good.offset_bytes, good.nonce)
-    for handle in (more, guessed, not_ours):
+    none = Handle(good.pid, good.fd, 0, good.offset_bytes, good.nonce)
+    for handle in (more, guessed, not_ours, none):
         with pytest.raises((BadInputError, DeviceError)):
             device.ipc_open(handle.pack())
     with pytest.raises(BadInputError, match="no IPC handle"):

@@ -94,7 +94,9 @@ def test_nodes_and_cpus_are_read_from_lists(tmp_path: Path) -> None:
 
 
 def test_a_bus_address_is_known_as_the_driver_writes_it(tmp_path: Path) -> None:
-    sysfs = machine(tmp_path, "0-1", {}, {"0000:3b:00.0": ("0x10de", "0x030200", 1), "0000:5e:00.0": ("0x1", "0x2", -1)})
+    sysfs = machine(
+        tmp_path, "0-1", {}, {"0000:3b:00.0": ("0x10de", "0x030200", 1), "0000:5e:00.0": ("0x1", "0x2", -1)}
+    )
     assert numa.pci_node("00000000:3B:00.0", sysfs) == 1
     assert numa.pci_node("0000:3b:00.0", sysfs) == 1
     assert numa.pci_node("00000000:5E:00.0", sysfs) is None

@@ -86,7 +86,13 @@ def test_a_table_comes_back_from_json() -> None:
     assert again.absent == table.absent
     assert again.link_gb_per_s(Direction.LOAD) == 2.0
     assert again.link_gb_per_s(Direction.STORE) == 0
-    for wrong in ({}, {"curves": [{}]}, {"curves": [{"direction": "up", "way": "copy"}]}, {"curves": 3}):
+    wrongs: list[dict[str, object]] = [
+        {},
+        {"curves": [{}]},
+        {"curves": [{"direction": "up", "way": "copy"}]},
+        {"curves": 3},
+    ]
+    for wrong in wrongs:
         with pytest.raises(BadInputError, match="measure again"):
             BandwidthTable.from_dict(wrong)
 
@@ -139,7 +145,7 @@ def test_a_way_that_moves_wrong_bytes_is_caught(direction: Direction) -> None:
 def test_a_way_that_moves_nothing_is_caught() -> None:
     device = SimulatedDevice(total_bytes=MIB)
     with pytest.raises(IntegrityError, match="came wrong"):
-        measure(device, {Way.KERNEL: lambda pieces, stream: None}, sizes=(4 * KIB,), total_bytes=64 * KIB, repeats=1)
+        measure(device, {Way.KERNEL: lambda *_: None}, sizes=(4 * KIB,), total_bytes=64 * KIB, repeats=1)
     device.close()
 
 

@@ -63,7 +63,7 @@ class Recorded:
             raise NVMLError(GPU_IS_LOST)
         return index
 
-    def nvmlDeviceGetFieldValues(self, handle: int, ids: list[Any]) -> list[Any]:  # noqa: N802
+    def nvmlDeviceGetFieldValues(self, _: int, ids: list[Any]) -> list[Any]:  # noqa: N802
         found = []
         for each in ids:
             error, value = self._fields.get(each if isinstance(each, tuple) else (each, 0), (NOT_SUPPORTED, 0))
@@ -96,11 +96,11 @@ def h100_pair(**other: Any) -> Recorded:
         "nvmlDeviceGetMaxPcieLinkGeneration": 5,
         "nvmlDeviceGetCurrPcieLinkWidth": 16,
         "nvmlDeviceGetMaxPcieLinkWidth": 16,
-        "nvmlDeviceGetPcieThroughput": lambda handle, counter: (2_000_000, 24_000_000)[counter],
+        "nvmlDeviceGetPcieThroughput": lambda _, counter: (2_000_000, 24_000_000)[counter],
         "nvmlDeviceGetC2cModeInfoV": NVMLError(NOT_SUPPORTED),
         "nvmlDeviceGetAddressingMode": 1,
         "nvmlDeviceGetNumaNodeId": NVMLError(NOT_SUPPORTED),
-        "nvmlDeviceGetMemoryAffinity": lambda handle, words, scope: [2] + [0] * (words - 1),
+        "nvmlDeviceGetMemoryAffinity": lambda _, words, __: [2] + [0] * (words - 1),
         "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80 << 30, used=3 << 30),
         "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=os.getpid()), SimpleNamespace(pid=1)],
         "nvmlDeviceGetTopologyCommonAncestor": 10,
@@ -120,6 +120,7 @@ def test_a_gpu_behind_pcie() -> None:
     assert (gpu.addressing, gpu.host_numa_node, gpu.memory_numa_node) == ("HMM", 1, None)
     assert (gpu.total_bytes, gpu.used_bytes, gpu.other_processes) == (80 << 30, 3 << 30, 1)
     assert gpu.same_switch == (0,)
+    assert [note.split()[0] for note in gpu.notes] == ["GPU", "1"], "a link that sleeps has its lanes all the same"
     assert gpu.absent == {"c2c": "Not Supported", "memory_numa_node": "Not Supported"}
     assert gpu.words == "PCIe 5 x16, 63.0 GB/s in theory"
 
@@ -131,7 +132,7 @@ def test_a_grace_hopper_has_a_chip_to_chip_link_of_its_active_lanes() -> None:
         nvmlDeviceGetC2cModeInfoV=SimpleNamespace(isC2cEnabled=1),
         nvmlDeviceGetAddressingMode=2,
         nvmlDeviceGetNumaNodeId=4,
-        nvmlDeviceGetMemoryAffinity=lambda handle, words, scope: [1] + [0] * (words - 1),
+        nvmlDeviceGetMemoryAffinity=lambda _, words, __: [1] + [0] * (words - 1),
     )
     nvml._fields = c2c
     gpu = read_links(nvml).gpus[0]
@@ -154,7 +155,7 @@ def test_the_kernel_knows_the_node_best(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_several_near_nodes_are_no_node() -> None:
-    nvml = h100_pair(nvmlDeviceGetMemoryAffinity=lambda handle, words, scope: [0, 1 << 3, 0b10] + [0] * (words - 3))
+    nvml = h100_pair(nvmlDeviceGetMemoryAffinity=lambda _, words, __: [0, 1 << 3, 0b10] + [0] * (words - 3))
     gpu = read_links(nvml).gpus[0]
     assert gpu.host_numa_node is None
     assert "[67, 129]" in gpu.absent["host_numa_node"]
@@ -163,7 +164,7 @@ def test_several_near_nodes_are_no_node() -> None:
 def test_whatever_the_driver_cannot_tell_is_absent_with_a_reason() -> None:
     """Every question fails, in one of two ways; nothing is raised, and no reason is missing."""
     for refusal, words in ((NVMLError(NOT_SUPPORTED), "Not Supported"), (None, "upgrade it")):
-        nvml = Recorded(1, {name: refusal for name in h100_pair()._answers} if refusal else {}, {})
+        nvml = Recorded(1, dict.fromkeys(h100_pair()._answers, refusal) if refusal else {}, {})
         (gpu,) = read_links(nvml).gpus
         told = {each.name for each in fields(GpuLink) if getattr(gpu, each.name) not in (None, "", ())}
         assert told == {"ordinal", "absent"}
@@ -178,6 +179,16 @@ def test_a_lost_gpu_does_not_hide_the_others() -> None:
     assert (first.uuid, first.absent) == ("", {"uuid": "GPU is lost"})
     assert second.uuid == "GPU-1"
     assert second.same_switch == ()
+
+
+def test_a_link_with_fewer_lanes_than_it_could_have_is_noted() -> None:
+    alone = h100_pair(
+        nvmlDeviceGetTopologyCommonAncestor=40,
+        nvmlDeviceGetComputeRunningProcesses=[],
+        nvmlDeviceGetCurrPcieLinkWidth=8,
+    )
+    assert read_links(alone).gpus[0].notes == ("the link has 8 of 16 lanes: look at slot and riser",)
+    assert GpuLink(0, "", "").notes == ()
 
 
 def test_without_a_driver_it_says_what_is_missing() -> None:

@@ -13,13 +13,13 @@ from kvstore.errors import BadInputError
 from kvstore.plan.bandwidth import BandwidthTable, make_curve
 from kvstore.plan.calibration import Calibration
 from kvstore.plan.links import GpuLink
-from kvstore.plan.recompute import Model, Prefill
+from kvstore.plan.prefill import Prefill
 from kvstore.plan.regime import Action, Advisor, Case, Facts, Option
 from kvstore.plan.ways import MAPPED, STAGED, Direction, Way
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [4 * KIB, 64 * KIB, MIB]
-LLAMA_8B = Model(parameters=8.03e9, layers=32, query_heads=32, head_dim=128)
+LLAMA_8B = Prefill.of_flops(8.03e9, layers=32, query_heads=32, head_dim=128, flops_per_s=4e14)
 PCIE = {
     Way.COPY: [1.0, 12.0, 24.0],
     Way.BATCH: [4.0, 18.0, 25.0],
@@ -39,7 +39,9 @@ def calibration(rates: dict[Way, list[float]], clock: ManualClock | None = None)
     return Calibration(BandwidthTable(curves), clock or ManualClock())
 
 
-def advise(rates: dict[Way, list[float]], case: Case, facts: Facts | None = None, prefill: Prefill | None = None) -> Option:
+def advise(
+    rates: dict[Way, list[float]], case: Case, facts: Facts | None = None, prefill: Prefill | None = None
+) -> Option:
     said = Advisor(calibration(rates), facts or Facts(gpu_gb_per_s=2000.0), prefill).recommend(case)
     assert said.option is not None
     assert said.reasons[0].startswith(said.option.name)
@@ -73,22 +75,29 @@ def test_over_a_chip_to_chip_link_a_few_reads_in_place_are_cheaper_than_bringing
 
 def test_what_is_computed_faster_than_loaded_is_computed() -> None:
     slow = {way: [rate / 100 for rate in rates] for way, rates in PCIE.items()}
-    prefill = Prefill(LLAMA_8B, 4e14)
     case = Case(512 * 131072, 2 * MIB, reads_per_byte=10, tokens=512, start=0)
-    assert advise(slow, case, prefill=prefill).action is Action.RECOMPUTE
-    assert advise(PCIE, case, prefill=prefill).action is Action.STAGED
+    assert advise(slow, case, prefill=LLAMA_8B).action is Action.RECOMPUTE
+    assert advise(PCIE, case, prefill=LLAMA_8B).action is Action.STAGED
     untold = Case(512 * 131072, 2 * MIB, reads_per_byte=10)
-    assert advise(slow, untold, prefill=prefill).action is Action.STAGED
+    assert advise(slow, untold, prefill=LLAMA_8B).action is Action.STAGED
 
 
 def test_it_says_why_not_the_others() -> None:
     case = Case(64 * MIB, 2 * MIB, reads_per_byte=50)
-    said = Advisor(calibration({Way.BATCH: PCIE[Way.BATCH], Way.ZERO_COPY: PCIE[Way.ZERO_COPY]}), Facts()).recommend(case)
+    said = Advisor(calibration({Way.BATCH: PCIE[Way.BATCH], Way.ZERO_COPY: PCIE[Way.ZERO_COPY]}), Facts()).recommend(
+        case
+    )
     words = "\n".join(said.reasons)
     assert "not zero-copy: each byte is read 50 times" in words
     assert "not staged by kernel: not measured" in words
     assert "not recompute: the engine's prefill rate is unknown" in words
     assert "pieces of 2.0 MiB at 25 GB/s" in words
+
+
+def test_who_shares_the_link_is_said_where_it_is_used() -> None:
+    facts = Facts.of(GpuLink(0, "", "", same_switch=(1, 2)))
+    said = Advisor(calibration(PCIE), facts).recommend(Case(64 * MIB, MIB))
+    assert any("GPU 1, 2 shares" in reason for reason in said.reasons)
 
 
 def test_nothing_possible_is_said_with_reasons() -> None:
@@ -162,7 +171,9 @@ cases = st.builds(
     tokens=st.integers(0, 1 << 20),
     start=st.integers(0, 1 << 20),
 )
-prefills = st.one_of(st.none(), st.builds(Prefill, model=st.just(LLAMA_8B), flops_per_s=st.floats(1e12, 1e16)))
+prefills = st.one_of(
+    st.none(), st.builds(Prefill, first_token_s=st.floats(1e-6, 1e-1), doubling_tokens=st.just(30_000.0))
+)
 
 
 @given(rates, facts, cases, prefills)

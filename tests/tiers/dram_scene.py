@@ -18,12 +18,12 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def region_file_bytes() -> int:
-    """Bytes of all regions whose descriptors this process has, counted once each."""
+def region_file_bytes(kind: str = "kvstore-region") -> int:
+    """Bytes of all memory files of a kind whose descriptors this process has, counted once each."""
     sizes: dict[int, int] = {}
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            if str(entry.readlink()).startswith("/memfd:kvstore-region"):
+            if str(entry.readlink()).startswith(f"/memfd:{kind}"):
                 facts = entry.stat()
                 sizes[facts.st_ino] = facts.st_size
         except FileNotFoundError:

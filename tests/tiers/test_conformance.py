@@ -14,11 +14,13 @@ import pytest
 
 from kvstore.errors import IntegrityError
 from tests.tiers.harness import BLOCK_BYTES, DramHarness, Harness, Int64s, NvmeHarness
+from tests.tiers.hbm_harness import HbmHarness
 
-TIERS: list[Callable[[Path], Harness]] = [DramHarness, NvmeHarness]
+TIERS: list[Callable[[Path], Harness]] = [DramHarness, NvmeHarness, HbmHarness]
+NAMES = ["dram", "nvme", "hbm"]
 
 
-@pytest.fixture(params=TIERS, ids=["dram", "nvme"])
+@pytest.fixture(params=TIERS, ids=NAMES)
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
     made: Harness = request.param(tmp_path / "tier")
     yield made
@@ -146,7 +148,7 @@ def test_wrong_slots_are_refused_and_nothing_changes(tier: Harness, source: Sour
     tier.check()
 
 
-@pytest.mark.parametrize("kind", TIERS, ids=["dram", "nvme"])
+@pytest.mark.parametrize("kind", TIERS, ids=NAMES)
 def test_check_finds_planted_contradictions(kind: type[Harness], tmp_path: Path, source: Source) -> None:
     for number, (words, damage) in enumerate(kind.contradictions.items()):
         tier: Harness = kind(tmp_path / str(number))  # type: ignore[call-arg]

@@ -159,6 +159,16 @@ def test_one_long_run_among_many_short_ones_does_not_make_work_for_all(arena: Ar
     check(arena, table, expected)
 
 
+@settings(max_examples=200)
+@given(sizes=st.lists(st.one_of(st.integers(0, 200), st.integers(0, 1 << 22)), min_size=1, max_size=30))
+def test_a_table_has_at_most_twice_as_many_runs_as_were_given(sizes: list[int]) -> None:
+    offsets = np.cumsum(sizes) - np.array(sizes)
+    one = np.zeros(1, np.uint64)
+    table = table_of_runs(one, one, offsets, offsets, np.array(sizes, np.uint64))
+    assert table.words.nbytes <= 8 * (2 + 3 * 2 * len(sizes))
+    assert table.moved_bytes == sum(sizes)
+
+
 def test_nothing_to_copy_is_no_launch(arena: Arena) -> None:
     none, no_sizes = np.empty(0, np.int64), np.empty(0, np.uint64)
     one = np.array([arena.address(0)], np.uint64)

@@ -81,17 +81,18 @@ def copy_runs(arena: Arena) -> None:
 
 
 def summarize(arena: Arena) -> None:
+    """Whole and ragged pages."""
     arena.clear()
-    keys = to_bits(np.random.default_rng(3).normal(size=(3, 5, 2, 16)).astype(np.float32), "bfloat16")
+    keys = np.random.default_rng(3).normal(size=(3, 5, 2, 16)).astype(np.float32)
     rows = np.array([5, 3, 1], np.uint32)
     begin, row_table = arena.put(keys), arena.put(rows)
-    pages = arena.put(np.arange(3, dtype=np.uint64) * 320 + arena.address(begin))
-    room = [arena.put_room((3, 2, 16), np.uint16) for _ in range(3)]
+    pages = arena.put(np.arange(3, dtype=np.uint64) * 640 + arena.address(begin))
+    room = [arena.put_room((3, 2, 16), np.float32) for _ in range(3)]
     expected = arena.picture()
-    for place, values in zip(room, references.summaries(to_float(keys, "bfloat16"), rows), strict=True):
-        arena.array(expected, place, (3, 2, 16), np.uint16)[:] = to_bits(values, "bfloat16")
+    for place, values in zip(room, references.summaries(keys, rows), strict=True):
+        arena.array(expected, place, (3, 2, 16), np.float32)[:] = values
     arena.upload()
-    given = KeyPages(arena.address(pages), arena.address(row_table), 3, 2, 16, "bfloat16", 64, 32)
+    given = KeyPages(arena.address(pages), arena.address(row_table), 3, 2, 16, "float32", 128, 64)
     low, high, mean = (arena.address(place) for place in room)
     summarize_pages(arena.device, given, arena.stream, low=low, high=high, mean=mean)
     assert np.array_equal(arena.result(), expected)
@@ -107,8 +108,42 @@ def score(arena: Arena) -> None:
     assert np.array_equal(got, references.scores(q, least, most, add=True))
 
 
+def summarize_nothing(arena: Arena) -> None:
+    """A page without rows: nothing is written."""
+    arena.clear()
+    begin, rows = arena.put(np.zeros((1, 1, 1, 8), np.uint16)), arena.put(np.zeros(1, np.uint32))
+    pages, place = arena.put(np.array([arena.address(begin)], np.uint64)), arena.put_room((1, 1, 8), np.uint16)
+    expected = arena.picture()
+    arena.upload()
+    given = KeyPages(arena.address(pages), arena.address(rows), 1, 1, 8, "float16", 16, 16)
+    summarize_pages(arena.device, given, arena.stream, low=arena.address(place))
+    assert np.array_equal(arena.result(), expected)
+
+
+def round_ties(arena: Arena) -> None:
+    _mean_of_neighbours(arena, "bfloat16", first=0x3F80)
+
+
+def round_subnormals(arena: Arena) -> None:
+    _mean_of_neighbours(arena, "float16", first=0x0380)
+
+
+def _mean_of_neighbours(arena: Arena, dtype: str, first: int) -> None:
+    arena.clear()
+    values = np.arange(first, first + 128, dtype=np.uint16)
+    keys = np.stack((values, values + np.uint16(1)))[None, :, None]
+    begin, rows = arena.put(keys), arena.put(np.full(1, 2, np.uint32))
+    pages, place = arena.put(np.array([arena.address(begin)], np.uint64)), arena.put_room((1, 1, 128), np.uint16)
+    arena.upload()
+    given = KeyPages(arena.address(pages), arena.address(rows), 1, 1, 128, dtype, 256, 256)
+    summarize_pages(arena.device, given, arena.stream, mean=arena.address(place))
+    got = arena.array(arena.result(), place, (1, 1, 128), np.uint16)
+    mean = references.summaries(to_float(keys, dtype), np.full(1, 2, np.uint32))[2]
+    assert np.array_equal(got, to_bits(mean, dtype))
+
+
 def test_the_kernels_as_they_are_pass(arena: Arena) -> None:
-    for run in (copy_pages, copy_runs, summarize, score):
+    for run in (copy_pages, copy_runs, summarize, summarize_nothing, score, round_ties, round_subnormals):
         run(arena)
 
 
@@ -142,7 +177,7 @@ def test_a_missing_barrier_is_caught(broken: Broken, barrier: str) -> None:
 
 def test_a_wrong_shuffle_mask_is_caught(broken: Broken) -> None:
     arena = broken("0xffffffffu, sum, apart", "0x0000ffffu, sum, apart")
-    with pytest.raises(DeviceError, match="its mask does not name|the mask of the shuffle does not name"):
+    with pytest.raises(DeviceError, match="mask"):
         score(arena)
 
 
@@ -150,59 +185,25 @@ def test_a_wrong_shuffle_mask_is_caught(broken: Broken) -> None:
     ("old", "new", "run"),
     [
         ("if (inside < cursor.size_bytes())", "if (true)", copy_runs),
-        ("if (n_rows == 0) continue;", "", lambda arena: summarize_nothing(arena)),
+        ("if (n_rows == 0) continue;", "", summarize_nothing),
         ("if (page < n_pages && lane == 0) scores", "if (lane == 0) scores", score),
         ("r < n_rows; ++r", "r <= n_rows; ++r", summarize),
     ],
 )
 def test_what_goes_past_an_end_is_caught(broken: Broken, old: str, new: str, run: Callable[[Arena], None]) -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, DeviceError)):
         run(broken(old, new))
-
-
-def summarize_nothing(arena: Arena) -> None:
-    """A page without rows: nothing is written."""
-    arena.clear()
-    begin, rows = arena.put(np.zeros((1, 1, 1, 8), np.uint16)), arena.put(np.zeros(1, np.uint32))
-    pages, place = arena.put(np.array([arena.address(begin)], np.uint64)), arena.put_room((1, 1, 8), np.uint16)
-    expected = arena.picture()
-    arena.upload()
-    given = KeyPages(arena.address(pages), arena.address(rows), 1, 1, 8, "float16", 16, 16)
-    summarize_pages(arena.device, given, arena.stream, low=arena.address(place))
-    assert np.array_equal(arena.result(), expected)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "run"),
     [
         ("apart = 16; apart > 0", "apart = 8; apart > 0", score),
-        ("magnitude < 0x38800000u", "magnitude < 0x38000000u", lambda arena: round_subnormals(arena)),
-        ("+ 0x7fffu + (bits >> 16 & 1u)", "+ 0x8000u", lambda arena: round_ties(arena)),
+        ("magnitude < 0x38800000u", "magnitude < 0x38000000u", round_subnormals),
+        ("+ 0x7fffu + (bits >> 16 & 1u)", "+ 0x8000u", round_ties),
         ("__fdiv_rn(sum[i], (float)n_rows)", "__fmul_rn(sum[i], 1.0f / (float)n_rows)", summarize),
     ],
 )
 def test_wrong_arithmetic_is_caught(broken: Broken, old: str, new: str, run: Callable[[Arena], None]) -> None:
     with pytest.raises(AssertionError):
         run(broken(old, new))
-
-
-def round_ties(arena: Arena) -> None:
-    _mean_of_neighbours(arena, "bfloat16", first=0x3F80)
-
-
-def round_subnormals(arena: Arena) -> None:
-    _mean_of_neighbours(arena, "float16", first=0x0380)
-
-
-def _mean_of_neighbours(arena: Arena, dtype: str, first: int) -> None:
-    arena.clear()
-    values = np.arange(first, first + 128, dtype=np.uint16)
-    keys = np.stack((values, values + np.uint16(1)))[None, :, None]
-    begin, rows = arena.put(keys), arena.put(np.full(1, 2, np.uint32))
-    pages, place = arena.put(np.array([arena.address(begin)], np.uint64)), arena.put_room((1, 1, 128), np.uint16)
-    arena.upload()
-    given = KeyPages(arena.address(pages), arena.address(rows), 1, 1, 128, dtype, 256, 256)
-    summarize_pages(arena.device, given, arena.stream, mean=arena.address(place))
-    got = arena.array(arena.result(), place, (1, 1, 128), np.uint16)
-    mean = references.summaries(to_float(keys, dtype), np.full(1, 2, np.uint32))[2]
-    assert np.array_equal(got, to_bits(mean, dtype))

@@ -15,15 +15,16 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import scenes
+import numpy as np
 import torch
 import triton
-from scenes import Scene, disagreement, make_scene
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
 from kvstore.engine_adapter.attention import KVPages, PageLayout, Part, decode_attention, kernels, launch, merge
+from tests.engine_adapter.attention import scenes
+from tests.engine_adapter.attention.scenes import Scene, make_scene
 
 CANARY = -1234.5
 CANARIES = 64
@@ -32,7 +33,10 @@ POINTERS = {"outputs": "*fp32", "lses": "*fp32", "addresses": "*u64", "indptr": 
 )
 STRIDES = ("q_request_stride", "q_head_stride", "token_stride", "head_stride", "value_offset")
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-LOADS = {"wide": r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10,|ld\.global\S*\.v4\.b32", "narrow": r"ld\.global\S*\.b16"}
+LOADS = {
+    "wide": r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10,|ld\.global\S*\.v4\.b32",
+    "narrow": r"ld\.global\S*\.b16",
+}
 
 
 # Under TRITON_INTERPRET=1 ----------------------------------------------------------------------------
@@ -41,7 +45,7 @@ LOADS = {"wide": r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10,|ld\.global\S*\.
 def agrees(seed: int, n_tokens: list[int], splits: int = 1, **scene: Any) -> str:
     """Triton's answer, of one split or of several merged: where it differs from the definition."""
     asked = _scene(seed, n_tokens, **scene)
-    return disagreement(decode_attention(asked.q, asked.pages, n_splits=splits, backend="triton"), asked.expected)
+    return asked.disagreement(decode_attention(asked.q, asked.pages, n_splits=splits, backend="triton"))
 
 
 def windowed(seed: int, n_tokens: list[int], window: int, sinks: int, splits: int, **scene: Any) -> str:
@@ -51,7 +55,7 @@ def windowed(seed: int, n_tokens: list[int], window: int, sinks: int, splits: in
     pages = asked.pages.windowed(positions, window, sink_tokens=sinks)
     for visible in asked.visible:
         visible[sinks : max(len(visible) - window, sinks)] = False
-    return disagreement(decode_attention(asked.q, pages, n_splits=splits, backend="triton"), asked.expected)
+    return asked.disagreement(decode_attention(asked.q, pages, n_splits=splits, backend="triton"))
 
 
 def parts_agree(seed: int, n_tokens: list[int], splits: int, as_float32: bool, **scene: Any) -> str:
@@ -69,21 +73,31 @@ def parts_agree(seed: int, n_tokens: list[int], splits: int, as_float32: bool, *
             return f"written outside of {name}"
         if (buffer[CANARIES:-CANARIES] == CANARY).any():
             return f"part of {name} is not written"
-    return disagreement(whole, asked.expected) or disagreement(Part(merged, merged_lse), asked.expected)
+    return asked.disagreement(whole) or asked.disagreement(Part(merged, merged_lse))
 
 
-def at_addresses(fd: int, n_bytes: int, addresses: list[int], n_tokens: int, q: list[Any], dtype: str, **of: int) -> Any:
-    """Attention over pages that another process wrote: offsets into its memory, mapped here for reading."""
-    memory, address = scenes.mapped_for_reading(fd, n_bytes)
-    layout = PageLayout(scenes.DTYPES[dtype], **of)
-    rows = [scenes.addresses_in(address, addresses)]
-    pages = KVPages.of(layout, rows, [n_tokens])
-    part = decode_attention(torch.tensor(q, dtype=layout.dtype), pages, backend="triton")
-    del memory
+def from_another_process(
+    file: str,
+    n_bytes: int,
+    rows: list[list[int]],
+    n_tokens: list[int],
+    q: list[Any],
+    dtype: str,
+    layout: dict[str, int],
+) -> list[Any]:
+    """Output and lse over pages (``rows`` of offsets) that another process wrote into a file, mapped here."""
+    address, mapping = scenes.map_for_reading(Path(file), n_bytes)
+    pages = KVPages.of(
+        PageLayout(scenes.DTYPES[dtype], **layout),
+        [np.array(row, np.uint64) + np.uint64(address) for row in rows],
+        n_tokens,
+    )
+    part = decode_attention(torch.tensor(q, dtype=pages.layout.dtype), pages, backend="triton")
+    assert len(mapping) == n_bytes
     return [part.output.tolist(), part.lse.tolist()]
 
 
-def planted(old: str, new: str, check: str, arguments: dict[str, Any]) -> str:
+def planted(old: str, new: str, asked: str, arguments: dict[str, Any]) -> str:
     """What a check says of the kernels with one piece of their source replaced."""
     source = Path(kernels.__file__).read_text()
     assert source.count(old) == 1, f"{old!r} is there {source.count(old)} times"
@@ -91,12 +105,13 @@ def planted(old: str, new: str, check: str, arguments: dict[str, Any]) -> str:
         path = Path(folder, "planted.py")
         path.write_text(source.replace(old, new))
         spec = importlib.util.spec_from_file_location("planted", path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         launch.kernels, right = module, launch.kernels
         try:
-            return str(CHECKS[check](**arguments))
+            return str(CHECKS[asked](**arguments))
         finally:
             launch.kernels = right
 
@@ -126,9 +141,12 @@ def compiled(
     given = {"is_aligned": True, "has_sinks": False} | options
     fixed = launch.constants(layout, group, as_float32=dtype == "float32", **given)
     types = POINTERS | {"q": f"*{TYPES[layout.dtype]}", "scale_log2": "fp32"} | dict.fromkeys(STRIDES, "i64")
-    aligned = [*(name for name, kind in types.items() if kind.startswith("*")), *(STRIDES if given["is_aligned"] else ())]
+    aligned = [
+        *(name for name, kind in types.items() if kind.startswith("*")),
+        *(STRIDES if given["is_aligned"] else ()),
+    ]
     chosen = launch.tiling(layout, group)
-    return _compile(kernels.decode_split, types, fixed, aligned, arch, chosen.n_warps, chosen.n_stages)
+    return _compile(kernels.decode_split, types, fixed, aligned, arch, chosen.n_warps, launch.N_STAGES)
 
 
 def compiled_merge(arch: int, value_dim: int, splits: int) -> dict[str, int]:
@@ -162,14 +180,15 @@ def _resources(ptx: str, arch: int) -> dict[str, int]:
         log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
     registers = re.search(r"Used (\d+) registers", log)
-    assert len(spilled) == 2 and registers is not None, log
+    assert len(spilled) == 2, log
+    assert registers is not None, log
     loads = {kind: len(re.findall(pattern, ptx)) for kind, pattern in LOADS.items()}
     return {"spilled_bytes": sum(map(int, spilled)), "registers": int(registers[1])} | loads
 
 
 CHECKS = {
     check.__name__: check
-    for check in (agrees, windowed, parts_agree, at_addresses, planted, compiled, compiled_merge)
+    for check in (agrees, windowed, parts_agree, from_another_process, planted, compiled, compiled_merge)
 }
 
 
@@ -178,7 +197,7 @@ def main() -> None:
         name, arguments = json.loads(line)
         try:
             answer = {"result": CHECKS[name](**arguments)}
-        except Exception:  # noqa: BLE001
+        except Exception:
             answer = {"raised": traceback.format_exc()}
         print(json.dumps(answer), flush=True)  # noqa: T201
 

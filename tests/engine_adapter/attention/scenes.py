@@ -9,6 +9,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,23 @@ class Scene:
     @property
     def expected(self) -> Part[Any]:
         """float64 [requests, q_heads, value_dim] and [requests, q_heads]."""
-        answers = [attend(*each) for each in zip(self.q.double().numpy(), self.keys, self.values, self.visible, strict=True)]
+        answers = [
+            attend(*each) for each in zip(self.q.double().numpy(), self.keys, self.values, self.visible, strict=True)
+        ]
         return Part(np.stack([output for output, _ in answers]), np.stack([lse for _, lse in answers]))
+
+    def disagreement(self, found: Part[torch.Tensor]) -> str:
+        """Empty if an answer is right."""
+        expected = self.expected
+        output, lse = found.output.double().numpy(), found.lse.double().numpy()
+        if not np.array_equal(np.isneginf(lse), np.isneginf(expected.lse)) or np.isnan(output).any():
+            return f"NaN or another set of empty parts: {lse}, expected {expected.lse}"
+        length = np.maximum(np.linalg.norm(expected.output, axis=-1), 1e-6)
+        error = np.linalg.norm(output - expected.output, axis=-1) / length
+        some = np.isfinite(expected.lse)
+        lse_error = np.abs(lse[some] - expected.lse[some]) / np.maximum(np.abs(expected.lse[some]), 1.0)
+        worst = max(float(error.max(initial=0)), float(lse_error.max(initial=0)))
+        return "" if worst <= RELATIVE_ERROR_MAX else f"relative error {worst:.2g}"
 
 
 def attend(q: Floats, keys: Floats, values: Floats, visible: NDArray[np.bool_]) -> tuple[Floats, Floats]:
@@ -71,11 +87,18 @@ def mapped_elsewhere(n_bytes: int) -> tuple[Bytes, int, Any]:
     try:
         os.ftruncate(fd, n_bytes)
         writer = np.frombuffer(mmap.mmap(fd, n_bytes), np.uint8)
-        reader = np.frombuffer(mmap.mmap(fd, n_bytes, prot=mmap.PROT_READ), np.uint8)
+        address, mapping = map_for_reading(Path(f"/proc/self/fd/{fd}"), n_bytes)
     finally:
         os.close(fd)
-    assert writer.ctypes.data != reader.ctypes.data
-    return writer, reader.ctypes.data, reader
+    assert writer.ctypes.data != address
+    return writer, address, mapping
+
+
+def map_for_reading(file: Path, n_bytes: int) -> tuple[int, Any]:
+    """Where a file is mapped, read-only, for as long as the second value lives."""
+    with file.open("rb") as opened:
+        mapping = np.frombuffer(mmap.mmap(opened.fileno(), n_bytes, prot=mmap.PROT_READ), np.uint8)
+    return mapping.ctypes.data, mapping
 
 
 def make_scene(
@@ -120,7 +143,10 @@ def make_scene(
     values: list[Floats] = []
     next_page = 0
     for n, count in zip(n_tokens, counts, strict=True):
-        kv = [_random(rng, (n, kv_heads, key_dim), dtype, 4.0 if strong else 1.0) for _ in range(1 if latent_value_dim else 2)]
+        kv = [
+            _random(rng, (n, kv_heads, key_dim), dtype, 4.0 if strong else 1.0)
+            for _ in range(1 if latent_value_dim else 2)
+        ]
         keys.append(kv[0].double().numpy())
         values.append(kv[-1].double().numpy()[..., :value_dim])
         for page in range(count):
@@ -139,18 +165,6 @@ def make_scene(
     return Scene(q, pages, keys, values, visible, (buffer, keep))
 
 
-def disagreement(found: Part[torch.Tensor], expected: Part[Any]) -> str:
-    """Empty if an answer is right."""
-    output, lse = found.output.double().numpy(), found.lse.double().numpy()
-    if not np.array_equal(np.isneginf(lse), np.isneginf(expected.lse)) or np.isnan(output).any():
-        return f"NaN or another set of empty parts: {lse}, expected {expected.lse}"
-    error = np.linalg.norm(output - expected.output, axis=-1) / np.maximum(np.linalg.norm(expected.output, axis=-1), 1e-6)
-    some = np.isfinite(expected.lse)
-    lse_error = np.abs(lse[some] - expected.lse[some]) / np.maximum(np.abs(expected.lse[some]), 1.0)
-    worst = max(float(error.max(initial=0)), float(lse_error.max(initial=0)))
-    return "" if worst <= RELATIVE_ERROR_MAX else f"relative error {worst:.2g}"
-
-
 def _places(rng: np.random.Generator, n_pages: int, page_bytes: int, alignment: int) -> tuple[NDArray[np.int64], int]:
     """Where pages begin, in random order, apart from each other by odd multiples of ``alignment``."""
     gaps = (2 * rng.integers(1, 5, n_pages) - 1) * alignment
@@ -165,7 +179,7 @@ def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale:
 
 def _write(plane: Bytes, tokens: torch.Tensor, page_tokens: int, order: str) -> None:
     """Tokens [n, heads, dim] into a page's plane; the tokens that it lacks stay what they are."""
-    _, heads, dim = tokens.shape
+    heads = tokens.shape[1]
     raw = tokens.contiguous().view(torch.uint8).numpy().reshape(*tokens.shape[:2], -1)
     if order == "NHD":
         plane.reshape(page_tokens, heads, -1)[: len(raw)] = raw

@@ -132,10 +132,9 @@ def test_case_06_another_dtype_or_layout_is_a_miss_that_is_explained(
     assert "spec.groups[0].kv_heads: 4 != 2" in differing(tiny_llama(num_key_value_heads=4).to(torch.bfloat16))
     assert "revision: 'named x" in differing(model, revision="x")
     assert explain(client, model, PROMPT, block_tokens=BLOCK_TOKENS)[0].startswith("4 of 5 blocks can be used")
-    assert explain(client, model, PROMPT, block_tokens=BLOCK_TOKENS, salt="x")[-2:] == [
-        "with another salt 4 blocks of the prompt are stored",
-        "what to do: it is stored under another salt or LoRA identity: blocks are never shared between these",
-    ]
+    salted = explain(client, model, PROMPT, block_tokens=BLOCK_TOKENS, salt="x")
+    assert salted[0] == "0 of 5 blocks can be used"
+    assert not any("another salt" in line for line in salted), "salts keep users apart"
     assert (
         "has 4 blocks of the prompt (here != there): revision: 'named x"
         in explain(client, model, PROMPT, block_tokens=BLOCK_TOKENS, revision="x")[-2]

@@ -1,0 +1,202 @@
+"""The check for a real GPU: its own code, over the simulated device."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.bench import gpu_check, gpu_steps
+from kvstore.bench.gpu_check import CheckOptions, check, wanted
+from kvstore.cli.daemon_process import own_daemon
+from kvstore.device import Device
+from kvstore.device.simulated import SimulatedDevice
+from kvstore.errors import BadInputError, IntegrityError
+
+
+def check_simulated(tmp_path: Path, *steps: str, **options: Any) -> dict[str, Any]:
+    report = tmp_path / "report.json"
+    found = check(CheckOptions(device="simulated", steps=steps, report=report, **options), own_daemon)
+    assert json.loads(report.read_text()) == found
+    return found
+
+
+def outcomes(found: dict[str, Any]) -> dict[str, str]:
+    return {name: each["status"] for name, each in found["steps"].items()}
+
+
+def test_facts_rates_the_daemons_memory_and_another_process(tmp_path: Path) -> None:
+    steps = ("facts", "bandwidth", "arena", "staged", "ipc")
+    found = check_simulated(tmp_path, *steps)
+    reasons = {name: each["reason"] for name, each in found["steps"].items()}
+    assert outcomes(found) == dict.fromkeys(steps, "passed"), reasons
+    figures = {name: each["figures"] for name, each in found["steps"].items()}
+    assert figures["facts"]["device"]["kind"] == "simulated"
+    assert {row["way"] for row in figures["bandwidth"]["rows"]} >= {"copy", "batch"}
+    assert figures["arena"]["registered_bytes"] >= figures["arena"]["bytes"] > 0
+    assert [row["piece_bytes"] for row in figures["staged"]["rows"]] == [16 << 10, 64 << 10]
+    assert figures["ipc"]["bytes"] > 0
+    assert found["passed"]
+    assert found["wanted"]
+    assert all(each["passed"] is None for each in found["wanted"]), "rates without a GPU are not judged"
+
+
+def test_attention_and_kernels_agree_with_numpy(tmp_path: Path) -> None:
+    found = check_simulated(tmp_path, "attention", "kernels", "sanitizer")
+    reasons = {name: each["reason"] for name, each in found["steps"].items()}
+    assert outcomes(found) == {"attention": "passed", "kernels": "passed", "sanitizer": "skipped"}, reasons
+    places = found["steps"]["attention"]["figures"]["places"]
+    assert set(places) == {"zero-copy", "staged", "device memory"}
+    assert all(each["error"] < 1e-3 and each["gb_per_s"] > 0 for each in places.values())
+    assert reasons["sanitizer"]
+
+
+def test_the_tests_of_the_checkout_are_run_and_counted(tmp_path: Path) -> None:
+    few = "tests/plan/test_prefill.py::test_a_known_model_over_a_known_link"
+    found = check_simulated(tmp_path, "tests", tests=(few,))
+    assert found["steps"]["tests"]["figures"] == {"passed": 1}
+    assert (outcomes(found), found["passed"]) == ({"tests": "passed"}, True)
+    failing = tmp_path / "test_failing.py"
+    failing.write_text("def test_one(): assert False\n\ndef test_two(): pass\n")
+    found = check_simulated(tmp_path, "tests", tests=(str(failing),))
+    assert found["steps"]["tests"]["figures"] == {"failed": 1, "passed": 1}
+    assert (outcomes(found), found["passed"]) == ({"tests": "failed"}, False)
+    assert "assert False" in found["steps"]["tests"]["reason"]
+    found = check_simulated(tmp_path, "tests", tests=("tests/nowhere",))
+    assert outcomes(found) == {"tests": "skipped"}
+
+
+def test_a_step_that_hangs_is_killed_and_the_next_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = gpu_check._run
+
+    def hanging(command: list[str], limit_s: float, folder: Path | None = None) -> tuple[int | None, str]:
+        if '"kernels"' in command[-1]:
+            code = "import time; print('about to hang', flush=True); time.sleep(600)"
+            return real([sys.executable, "-c", code], 2.0, folder)
+        return real(command, limit_s, folder)
+
+    monkeypatch.setattr(gpu_check, "_run", hanging)
+    found = check_simulated(tmp_path, "kernels", "sanitizer")
+    assert outcomes(found) == {"kernels": "timed out", "sanitizer": "skipped"}
+    assert "about to hang" in found["steps"]["kernels"]["reason"]
+    assert found["steps"]["kernels"]["took_s"] < 20
+    assert not found["passed"]
+
+
+def test_a_step_whose_process_dies_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = gpu_check._run
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+    monkeypatch.setattr(gpu_check, "_run", lambda _, limit_s: real([sys.executable, "-c", code], limit_s))
+    found = check_simulated(tmp_path, "facts")
+    assert outcomes(found) == {"facts": "failed"}
+    assert "ended with -11" in found["steps"]["facts"]["reason"]
+
+
+def test_the_report_is_there_after_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, seen = tmp_path / "deep" / "report.json", []
+    monkeypatch.setattr(gpu_check, "_take", lambda name, *_: gpu_check._skipped(name))
+    options = CheckOptions(device="simulated", steps=("facts", "ipc", "tests"), report=report)
+    check(options, own_daemon, lambda _: seen.append(list(json.loads(report.read_text())["steps"])))
+    assert seen == [["facts"], ["facts", "ipc"], ["facts", "ipc", "tests"]]
+
+
+def test_when_the_time_is_over_steps_are_left_out(tmp_path: Path) -> None:
+    found = check_simulated(tmp_path, "facts", "kernels", total_s=0.0)
+    assert outcomes(found) == {"facts": "skipped", "kernels": "skipped"}
+    assert "no time was left" in found["steps"]["facts"]["reason"]
+
+
+def test_a_daemon_that_does_not_start_fails_its_step(tmp_path: Path) -> None:
+    @contextmanager
+    def none(arguments: list[str]) -> Iterator[Path]:
+        with own_daemon([*arguments, "--dram", "1KiB"]) as socket:
+            yield socket
+
+    found = check(CheckOptions(device="simulated", steps=("arena",), report=tmp_path / "report.json"), none)
+    assert outcomes(found) == {"arena": "failed"}
+    assert "did not start" in found["steps"]["arena"]["reason"]
+
+
+def test_a_gpu_that_is_not_there_fails_what_needs_it(tmp_path: Path) -> None:
+    found = check(CheckOptions(device="cuda:99", steps=("facts",), report=tmp_path / "report.json"), own_daemon)
+    assert outcomes(found) == {"facts": "failed"}
+    assert "DeviceError" in found["steps"]["facts"]["reason"]
+
+
+@pytest.mark.parametrize("step", ["bandwidth", "arena", "staged", "kernels"])
+def test_kernels_that_do_nothing_are_caught_by_each_step_that_uses_them(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def idle(name: str) -> Device:
+        return SimulatedDevice(launcher=lambda *_: None)
+
+    monkeypatch.setattr(gpu_steps, "open_device", idle)
+    take: Callable[[dict[str, str]], Any] = gpu_steps.STEPS[step]
+    with own_daemon(["--dram", "64MiB", "--no-prefault"]) as socket, pytest.raises(IntegrityError):
+        take({"step": step, "device": "simulated", "socket": str(socket)})
+
+
+def test_memory_that_cannot_be_registered_is_read_staged_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_steps, "open_device", lambda _: SimulatedDevice(can_register_read_only=False))
+    with own_daemon(["--dram", "64MiB", "--no-prefault"]) as socket:
+        request = {"device": "simulated", "socket": str(socket)}
+        with pytest.raises(gpu_steps.Skipped, match="read-only"):
+            gpu_steps.STEPS["arena"](request)
+        found = gpu_steps.STEPS["staged"](request)
+    assert "read-only" in found["not_registered"]
+    assert all(row["gb_per_s"] > 0 for row in found["rows"])
+
+
+def rates(**shares: dict[int, float]) -> dict[str, Any]:
+    """What the step ``bandwidth`` says of these ways, loading."""
+    rows = [
+        {
+            "direction": "load",
+            "way": way.replace("_", "-"),
+            "piece_bytes": size,
+            "share_of_link": share,
+            "gb_per_s": 1.0,
+        }
+        for way, each in shares.items()
+        for size, share in each.items()
+    ]
+    return {"bandwidth": {"figures": {"rows": rows}}}
+
+
+def test_rates_are_judged_by_the_best_staged_way_at_every_large_size() -> None:
+    page, large = 16 << 10, 1 << 20
+    good = rates(
+        batch={page: 0.3, large: 0.95, 4 * large: 0.99},
+        kernel={page: 0.8, large: 0.85, 4 * large: 0.85},
+        zero_copy={page: 0.82, large: 0.5, 4 * large: 0.5},
+    )
+    assert [each["passed"] for each in wanted(good, simulated=False)] == [True, True, True]
+    assert [each["got"] for each in wanted(good, simulated=False)] == [0.95, 0.8, 0.82]
+    assert [each["passed"] for each in wanted(good, simulated=True)] == [None, None, None]
+    worse = rates(batch={page: 0.3, large: 0.95, 4 * large: 0.89}, kernel={page: 0.69}, zero_copy={page: 0.79})
+    assert [each["passed"] for each in wanted(worse, simulated=False)] == [False, False, False]
+    assert [each["passed"] for each in wanted(rates(copy={4096: 0.1}), simulated=False)] == [None, None, None]
+    assert wanted({}, simulated=False) == []
+
+
+def test_the_reader_of_engines_is_judged_by_its_own_rates() -> None:
+    rows = rates(reader={16 << 10: 0.71, 1 << 20: 0.88})["bandwidth"]
+    found = wanted({"staged": rows}, simulated=False)
+    assert [(each["got"], each["passed"]) for each in found] == [(0.88, False), (0.71, True)]
+
+
+def test_a_rate_that_is_not_reached_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = rates(batch={16 << 10: 0.1})["bandwidth"] | {"status": "passed", "reason": ""}
+    monkeypatch.setattr(gpu_check, "_take", lambda *_: dict(slow))
+    found = check(CheckOptions(device="cuda:0", steps=("bandwidth",), report=tmp_path / "report.json"), own_daemon)
+    assert not found["passed"]
+
+
+def test_unknown_steps_are_refused() -> None:
+    with pytest.raises(BadInputError, match="there are facts, bandwidth"):
+        CheckOptions(steps=("everything",))

@@ -1,0 +1,262 @@
+"""Staged copies go on behind their caller: what waits for what, what is kept, what a cancel leaves, what is bounded."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.device.simulated import SimulatedDevice
+from kvstore.engine_adapter.gpu.choice import Route
+from kvstore.engine_adapter.gpu.lane import LaneSizes
+from kvstore.engine_adapter.gpu.rings import HostRing
+from kvstore.engine_adapter.gpu.staged import StagedMoves
+from kvstore.engine_adapter.moving import Copy
+from kvstore.errors import BadInputError, DeviceError
+from tests.engine_adapter.gpu.scene import FAR_S, Bytes, Scene, one, region, runs_of, scene
+
+LAYER_BYTES, LAYERS = 3000, 4
+ROUTES = [*Route, None]
+"""By every route; through pinned memory of our own with None."""
+
+
+def random(seed: int, n_bytes: int) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, n_bytes, dtype=np.uint8)
+
+
+def layers_on_their_way(on_device: Scene, route: Route | None) -> tuple[StagedMoves, Bytes, int]:
+    """The moves, what lies in host memory, and where it comes to."""
+    values = random(1, LAYER_BYTES * LAYERS)
+    mapping = region(len(values), values)
+    if route is not None:
+        on_device.registered(mapping)
+    moves = on_device.reader(route or Route.DIRECT).begin()
+    moves.keep(mapping)
+    there = on_device.upload(np.zeros(len(values), np.uint8))
+    for layer in range(LAYERS):
+        at = layer * LAYER_BYTES
+        assert moves.copy(one(there + at, mapping.address + at, LAYER_BYTES))
+        moves.mark()
+    return moves, values, there
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_missing_wait_between_layers_is_a_wrong_answer(on_device: Scene, route: Route | None, waits: bool) -> None:
+    device = on_device.device
+    moves, values, there = layers_on_their_way(on_device, route)
+    engine = device.stream()
+    seen = device.malloc(len(values))
+    for layer, mark in enumerate(moves._marks):
+        if waits:
+            moves.let_wait(engine, mark)
+        at = layer * LAYER_BYTES
+        device.copy(seen + at, there + at, LAYER_BYTES, engine)  # as a layer's attention reads its pages
+    device.sync_stream(engine)
+    assert (on_device.download(seen, len(values)) == values).all() == waits
+    moves.settle()
+    device.free_stream(engine)
+
+
+def test_layers_come_one_by_one(on_device: Scene) -> None:
+    moves, values, there = layers_on_their_way(on_device, Route.DIRECT)
+    moves.sync(moves._marks[1])
+    assert not moves.reached(moves._marks[3])
+    came = on_device.download(there, len(values))
+    assert (came[: 2 * LAYER_BYTES] == values[: 2 * LAYER_BYTES]).all()
+    assert not came[3 * LAYER_BYTES :].any(), "the last layer came before anybody waited for it"
+    moves.settle()
+    assert (on_device.download(there, len(values)) == values).all()
+
+
+def test_copies_come_after_what_the_engine_was_doing(on_device: Scene) -> None:
+    """Pages that are loaded may still be read by what the engine's stream was given before."""
+    device = on_device.device
+    values, old = random(1, 4096), random(2, 4096)
+    mapping = on_device.registered(region(4096, values))
+    there, seen, engine = on_device.upload(old), device.malloc(4096), device.stream()
+    moves = on_device.reader(Route.DIRECT).begin()
+    device.copy(seen, there, 4096, engine)
+    moves.after(engine)
+    moves.copy(one(there, mapping.address, 4096))
+    moves.settle()
+    assert (on_device.download(there, 4096) == values).all()
+    assert (on_device.download(seen, 4096) == old).all()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_cancel_at_any_point_leaves_what_was_not_given_as_it_was(on_device: Scene, route: Route | None) -> None:
+    n_runs, run_bytes = 24, 700
+    values = random(1, n_runs * run_bytes)
+    mapping = region(len(values), values)
+    if route is not None:
+        on_device.registered(mapping)
+    reader = on_device.reader(route or Route.DIRECT, LaneSizes(piece_bytes=4096, pieces=2, table_runs=4))
+    offsets = np.arange(n_runs) * run_bytes
+    copies = runs_of(np.random.default_rng(2).permutation(offsets), offsets, [run_bytes] * n_runs)
+    counts = []
+    for allowed in range(40):
+        there = on_device.upload(np.zeros(len(values), np.uint8))
+        left = iter(range(allowed))
+        moves = reader.begin()
+        given = moves.copy([Copy(copies, there, mapping.address)], lambda left=left: next(left, None) is not None)
+        moves.settle()
+        came = on_device.download(there, len(values))
+        whole = 0
+        for to, come_from in zip(copies.to.tolist(), copies.come_from.tolist(), strict=True):
+            run = came[to : to + run_bytes]
+            assert (run == values[come_from : come_from + run_bytes]).all() or not run.any()
+            whole += bool(run.any())
+        assert given == (whole == n_runs)
+        counts.append(whole)
+        on_device.device.free(there)
+        if given:
+            break
+    assert counts[0] == 0
+    assert counts[-1] == n_runs
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 3, "it was cancelled in between"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_staging_is_bounded(route: Route | None) -> None:
+    """A hundred times what staging holds goes through it; the device has room for nothing more."""
+    values = random(1, 800 << 10)
+    sizes = LaneSizes(piece_bytes=4096, pieces=2, table_runs=16)
+    with scene(total_bytes=len(values) + (16 << 10)) as on_device:
+        mapping = region(len(values), values)
+        if route is not None:
+            on_device.registered(mapping)
+        moves = on_device.reader(route or Route.STAGED, sizes).begin()
+        there = on_device.device.malloc(len(values))
+        offsets = np.arange(0, len(values), 512)
+        mixed = np.random.default_rng(1).permutation(offsets)
+        assert moves.copy([Copy(runs_of(offsets, mixed, [512] * len(mixed)), there, mapping.address)])
+        moves.settle()
+        expected = values.reshape(-1, 512)[mixed // 512].reshape(-1)
+        assert (on_device.download(there, len(values)) == expected).all()
+
+
+def test_pinned_memory_is_not_used_again_before_the_copy_from_it_is_over(
+    on_device: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted bug: who takes a piece does not wait for its last use. Then earlier runs get later ones' bytes."""
+    values = random(1, 64 << 10)
+    mapping = region(len(values), values)  # not registered
+    for planted in (False, True):
+        there = on_device.upload(np.zeros(len(values), np.uint8))
+        moves = on_device.reader(Route.DIRECT).begin()
+        with monkeypatch.context() as patch:
+            if planted:
+                patch.setattr(HostRing, "take_for_host", lambda ring: ring._turn())
+            moves.copy(one(there, mapping.address, len(values)))
+            moves.settle()
+        assert (on_device.download(there, len(values)) == values).all() != planted
+
+
+def test_a_store_reads_pages_after_the_engine_wrote_them(on_device: Scene) -> None:
+    device = on_device.device
+    values = random(1, 4096)
+    pages, engine = on_device.upload(np.zeros(4096, np.uint8)), device.stream()
+    computed = on_device.upload(values)
+    slots = on_device.registered(region(4096))
+    for waits in (False, True):
+        device.fill(pages, 0, 4096, engine)
+        device.sync_stream(engine)
+        device.copy(pages, computed, 4096, engine)
+        moves = on_device.writer(Route.DIRECT).begin()
+        if waits:
+            moves.after(engine)
+        moves.copy(one(slots.address, pages, 4096))
+        moves.settle()
+        assert (slots.array() == values).all() == waits
+        device.sync_stream(engine)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_nothing_is_in_the_slot_before_settle(on_device: Scene, route: Route | None) -> None:
+    """Who committed then would show other bytes."""
+    values = random(1, 4096)
+    pages, slots = on_device.upload(values), region(4096)
+    if route is not None:
+        on_device.registered(slots)
+    moves = on_device.writer(route or Route.DIRECT).begin()
+    moves.copy(one(slots.address, pages, 4096))
+    assert not slots.array().any()
+    moves.settle()
+    assert (slots.array() == values).all()
+
+
+def test_what_is_kept_lives_until_the_copies_are_over_and_no_longer(on_device: Scene) -> None:
+    class Kept:
+        def __init__(self, gone: threading.Event) -> None:
+            self.gone = gone
+
+        def __del__(self) -> None:
+            self.gone.set()
+
+    gone = threading.Event()
+    mapping = on_device.registered(region(4096, random(1, 4096)))
+    there = on_device.device.malloc(4096)
+    reader = on_device.reader(Route.DIRECT)
+    moves = reader.begin()
+    moves.keep(Kept(gone))
+    moves.copy(one(there, mapping.address, 4096))
+    del moves  # and nobody else has them
+    assert not gone.is_set()
+    (left,) = reader.unsettled
+    left.settle()
+    assert gone.is_set()
+    assert not reader.unsettled
+
+
+def test_jobs_share_a_lane_from_several_threads(on_device: Scene) -> None:
+    values = random(1, 64 << 10)
+    mapping = region(len(values), values)
+    reader = on_device.reader(Route.STAGED, lanes=2)
+    places = [on_device.upload(np.zeros(len(values), np.uint8)) for _ in range(6)]
+    failures: list[Any] = []
+
+    def load(there: int) -> None:
+        try:
+            moves = reader.begin()
+            for at in range(0, len(values), 8 << 10):
+                moves.copy(one(there + at, mapping.address + at, 8 << 10))
+            assert moves.finish() == ""
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=load, args=(there,)) for there in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(FAR_S)
+    assert not failures
+    for there in places:
+        assert (on_device.download(there, len(values)) == values).all()
+
+
+def test_a_device_that_fails_is_a_reason_and_keeps_what_it_may_use() -> None:
+    def broken(*_: Any) -> None:
+        raise DeviceError("an illegal address was met")
+
+    made = Scene(SimulatedDevice(total_bytes=16 << 20, launcher=broken))
+    mapping = made.registered(region(4096))
+    reader = made.reader(Route.KERNEL)
+    moves = reader.begin()
+    moves.keep(mapping)
+    moves.copy(one(made.device.malloc(4096), mapping.address, 4096))
+    assert "illegal address" in moves.finish()
+    assert moves._kept == [mapping]
+    assert moves in reader.unsettled
+    reader.close()  # says so in the log, and raises nothing
+
+
+def test_addresses_that_are_not_the_devices_are_refused(on_device: Scene) -> None:
+    mapping = on_device.registered(region(4096))
+    moves = on_device.reader(Route.DIRECT).begin()
+    with pytest.raises(BadInputError):
+        moves.copy(one(mapping.address + (1 << 30), mapping.address, 4096))
+    assert moves.finish() == ""
