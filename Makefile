@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 RUNS   := $(VENV)/.ready-to-run
-SOURCES := pyproject.toml kvstore/native/streamcopy.c kvstore/native/blockkeys.c
+SOURCES := pyproject.toml $(wildcard kvstore/native/*.c kvstore/native/quantize*.h)
 # The links in kvstore/ to the folders beside it are not followed by every tool.
 CODE    := kvstore bench compression engine_adapter prefix_index tiers tests examples
 ENGINES := .venv-engines

@@ -72,6 +72,7 @@ STEPS = (
     Step("staged", 60.0),
     Step("ipc", 45.0),
     Step("attention", 90.0),
+    Step("together", 30.0),
     Step("kernels", 45.0),
     Step("tests", 120.0),
     Step("sanitizer", 90.0),
@@ -182,14 +183,14 @@ def _run_step(
 
 
 def _run_tests(options: CheckOptions, limit_s: float) -> Outcome:
-    """The same tests as everywhere, on this device."""
+    """The same tests as everywhere: of those that are there once for each kind of device, the ones for this kind."""
     paths = [path for path in options.tests if (CHECKOUT / path.partition("::")[0]).exists()]
     if not paths:
         return _skipped(
             f"{', '.join(options.tests)} are not there: run it from a checkout, `python bench/gpu_check.py`"
         )
-    other = "simulated" if options.device.startswith("cuda") else "cuda"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", f"not {other}", *paths]
+    which = "cuda" if options.device.startswith("cuda") else "not cuda"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", which, *paths]
     code, output = _run(command, limit_s, CHECKOUT)
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", output)}
     if code is None:

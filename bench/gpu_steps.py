@@ -24,7 +24,9 @@ from kvstore.bench import gpu_arena, gpu_kernels
 from kvstore.bench.device_packages import installed_packages
 from kvstore.bench.device_ways import SMALL, effort_for, figures, measure_own_gb_per_s, measure_ways
 from kvstore.bench.gpu_arena import Leased
+from kvstore.bench.gpus_together import measure_all
 from kvstore.device import Device, PinnedBuffer, open_device
+from kvstore.device.cuda import gpus
 from kvstore.errors import DeviceError, IntegrityError, KVStoreError
 from kvstore.plan.links import read_links
 
@@ -123,7 +125,10 @@ def ipc(request: Request) -> Result:
         if not mine.poll(IPC_S_MAX):
             child.kill()
             raise DeviceError(f"the other process did not open the memory within {IPC_S_MAX} s")
-        answer = mine.recv_bytes()
+        try:
+            answer = mine.recv_bytes()
+        except EOFError as error:
+            raise DeviceError("the other process ended without an answer: what it printed says why") from error
         if not answer.startswith(b"read "):
             raise DeviceError(f"the other process failed: {answer.decode()}")
         if answer[5:] != here.tobytes():
@@ -164,6 +169,16 @@ def attention(request: Request) -> Result:
         return gpu_attention.compare(device)
 
 
+def together(request: Request) -> Result:
+    """All GPUs load at once, and each alone."""
+    if not _is_gpu(request):
+        return measure_all(["simulated:0", "simulated:1"], SMALL.total_bytes, SMALL.repeats).to_dict()
+    n_gpus = len(gpus())
+    if n_gpus < 2:
+        raise Skipped("this machine has one GPU")
+    return measure_all([f"cuda:{ordinal}" for ordinal in range(n_gpus)]).to_dict()
+
+
 def kernels(request: Request) -> Result:
     """Every kernel once on small inputs, compared with numpy: what a sanitizer looks at."""
     with _opened(request) as device:
@@ -175,7 +190,7 @@ def kernels(request: Request) -> Result:
 
 STEPS: dict[str, Callable[[Request], Result]] = {
     "facts": facts, "bandwidth": bandwidth, "arena": arena, "staged": staged, "ipc": ipc, "attention": attention,
-    "kernels": kernels,
+    "together": together, "kernels": kernels,
 }  # fmt: skip
 
 

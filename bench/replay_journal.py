@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ class Journal:
         return cls(accesses, {int(request): n_blocks for request, n_blocks in plain["durable"]})
 
     @classmethod
-    def merged(cls, parts: Iterable[tuple[Journal, range]]) -> Journal:
+    def merged(cls, parts: Iterable[tuple[Journal, Sequence[int]]]) -> Journal:
         """One journal of several clients; each comes with the numbers that its requests have in the whole."""
         whole = cls()
         for journal, numbers in parts:

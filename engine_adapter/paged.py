@@ -102,8 +102,10 @@ class PagedStore:
         self.counters = counters or SharedCounters()
         self._mover = mover or HostMover(copy_threads)
         if self._mover.on_device != engine.on_device:
-            there, here = ("a device", "host memory") if engine.on_device else ("host memory", "a device")
-            raise BadInputError(f"the engine's tensors are in the memory of {there}, the mover copies to {here}")
+            there, here = ("a device's memory", "host memory")[:: 1 if engine.on_device else -1]
+            raise BadInputError(
+                f"the engine's tensors are in {there}, the mover copies to {here}; give one for {there}"
+            )
         self.layout = BlockLayout.by_part(handle.namespace.spec)
         engine.check(self.layout)
         if granularity_tokens < 1:

@@ -18,9 +18,11 @@ class Skips:
         self._index = index
         self._counters = counters
         counters.add("offload_skipped_blocks", 0)
+        counters.add("offload_declined_blocks", 0)
 
     def add(self, blocks: Sequence[int], why: Unwritten) -> None:
         """These blocks are skipped for now; their next access offers them again."""
         if blocks:
-            self._counters.add("offload_skipped_blocks", len(blocks))
+            is_choice = why is Unwritten.DECLINED
+            self._counters.add("offload_declined_blocks" if is_choice else "offload_skipped_blocks", len(blocks))
             self._index.history.not_written(np.array(blocks, np.intp), why)

@@ -24,6 +24,9 @@ GROUPS_PER_TIER = 16
 DRAM, NVME, HBM = 0, 1, 2
 """Tier numbers. Blocks live in DRAM and on NVMe; in HBM are copies of such blocks only, see ``above``."""
 
+TIER_NAMES = ("dram", "nvme", "hbm")
+"""By number, as operators and clients have them."""
+
 FREE, STORED, COLD, PART, HIDDEN = 0, 1, 2, 3, 4
 """``state``: not alive; in the tree; known by its key only, as its row has not been seen yet; a part of the block
 that is its parent, see ``parts``; never found again, see ``hiding``."""

@@ -54,12 +54,13 @@ class Unwritten(StrEnum):
     """Why a block was not written to NVMe when it was to be.
 
     QUEUE_FULL: too much waited to be written. SUSPENDED: the disk was full, failing or stuck. UNSUITABLE: blocks of the
-    namespace can't lie there.
+    namespace can't lie there. DECLINED: they would have been the first to go there.
     """
 
     QUEUE_FULL = "queue_full"
     SUSPENDED = "suspended"
     UNSUITABLE = "unsuitable"
+    DECLINED = "declined"
 
 
 class Departure(NamedTuple):

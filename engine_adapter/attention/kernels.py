@@ -33,14 +33,6 @@ def _load(rows, at, dim: tl.constexpr, is_there, as_float32: tl.constexpr):
 
 
 @triton.jit
-def _hinted(rows, is_aligned: tl.constexpr):
-    """Of pointers made from integers nothing is known: without a hint they are loaded from element by element."""
-    if is_aligned:
-        rows = tl.multiple_of(rows, 16)
-    return rows
-
-
-@triton.jit
 def decode_split(
     outputs,  # float32 [splits, requests, q_heads, value_dim]
     lses,  # float32 [splits, requests, q_heads], natural logarithms
@@ -119,7 +111,10 @@ def decode_split(
             is_visible = (token >= first) & (token < end)
         page = tl.load(page_table + token // page_tokens, mask=is_visible, other=0)
         rows = page.to(tl.pointer_type(row_dtype)) + (token % page_tokens).to(tl.int64) * token_stride
-        rows = _hinted(rows + kv_head.to(tl.int64) * head_stride, is_aligned)
+        rows += kv_head.to(tl.int64) * head_stride
+        # Nothing is known of pointers made from integers. In a function of its own the hint would be lost.
+        if is_aligned:
+            rows = tl.multiple_of(rows, 16)
         keys = _load(rows, key_at, in_key, is_visible, as_float32)
         logits = tl.dot(queries, tl.trans(keys), input_precision="tf32x3")
         if block_rest > 0:
@@ -129,7 +124,10 @@ def decode_split(
         if is_latent:
             values = keys
         else:
-            values = _load(_hinted(rows + value_offset, is_aligned), value_at, value_dim, is_visible, as_float32)
+            value_rows = rows + value_offset
+            if is_aligned:
+                value_rows = tl.multiple_of(value_rows, 16)
+            values = _load(value_rows, value_at, value_dim, is_visible, as_float32)
 
         # A tile of this loop has at least one visible token, so ``raised`` is finite.
         raised = tl.maximum(most, tl.max(logits, 1))

@@ -49,6 +49,8 @@ def tiling(layout: PageLayout, group: int) -> Tiling:
     if is_wide and is_float32:
         return Tiling(DOT_MIN, 16, 8)
     block_heads = min(max(int(triton.next_power_of_2(group)), DOT_MIN), BLOCK_HEADS_MAX)
+    if layout.is_latent and is_wide and block_heads == DOT_MIN:
+        return Tiling(block_heads, 16, 4)
     if is_wide:
         return Tiling(block_heads, 32, 8)
     return Tiling(block_heads, 32 if is_float32 else 64, 4 if block_heads == DOT_MIN else 8)

@@ -69,7 +69,10 @@ class PageLayout:
         ``value_dim``: of a latent, how much of it is the value; else it is the group's ``head_dim``. Raises
         BadInputError for groups that attention can't read: opaque ones, states, other dtypes, or without value_dim.
         """
-        group = next(group for i, group in enumerate(spec.groups) if _first_layer(spec, i + 1) > layer)
+        groups = [group for group in spec.groups for _ in range(group.layers)]
+        if not 0 <= layer < len(groups):
+            raise BadInputError(f"layer {layer} is none of the spec's {len(groups)} layers")
+        group = groups[layer]
         place = BlockLayout.of(spec).layers[layer]
         if place.opaque or group.dtype not in DTYPES:
             raise BadInputError(f"layer {layer} is {group.layout} of {group.dtype}; attention can't read that in place")
@@ -211,7 +214,8 @@ class KVPages:
         """The same pages; a query sees ``window_tokens``, itself included, and its prompt's first ``sink_tokens``.
 
         ``positions``: of each request's query, int [requests]; ``first_positions``: of the first token of its pages,
-        where that is not the prompt's first. Does not wait for the device.
+        where that is not the prompt's first. Requests with ``first_tokens`` have no sinks here. Does not wait for the
+        device.
         """
         if window_tokens < 1 or sink_tokens < 0:
             raise BadInputError(f"a window of {window_tokens} tokens and {sink_tokens} sinks is none")
@@ -220,12 +224,8 @@ class KVPages:
         sinks = None
         if sink_tokens:
             before = torch.zeros_like(self.first_tokens) + first_positions
-            sinks = torch.clamp(sink_tokens - before, min=0).to(torch.int32)
+            sinks = (torch.clamp(sink_tokens - before, min=0) * (self.first_tokens == 0)).to(torch.int32)
         return replace(self, first_tokens=first, sink_tokens=sinks)
-
-
-def _first_layer(spec: KVSpec, group: int) -> int:
-    return sum(each.layers for each in spec.groups[:group])
 
 
 def _counts(name: str, given: ArrayLike, n: int) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ from kvstore.engine_adapter.gpu.kernel_copies import KernelCopies, measure_sprea
 from kvstore.plan.bandwidth import SIZES, TOTAL_BYTES, BandwidthTable, copy_movers, make_curve
 from kvstore.plan.bandwidth import measure as measure_bandwidth
 from kvstore.plan.calibration import Calibration
-from kvstore.plan.ways import Direction, Way
+from kvstore.plan.ways import Direction, Mover, Way
 
 SPREAD_GB_PER_S = 300.0
 """How fast a kernel moves small runs inside of device memory, until that is measured."""
@@ -66,7 +66,7 @@ def measure(
 ) -> Choice:
     """Costs as measured on a device; blocks for some seconds, and uses memory as ``plan.bandwidth.measure`` does."""
     with KernelCopies(device, total_bytes // min(sizes), 1) as kernels:
-        movers = {**copy_movers(device), Way.KERNEL: partial(move_pieces, kernels)}
+        movers: dict[Way, Mover] = {**copy_movers(device), Way.KERNEL: partial(move_pieces, kernels)}
         table = measure_bandwidth(device, movers, sizes=sizes, total_bytes=total_bytes, repeats=repeats)
         return Choice(Calibration(table), measure_spread(device, kernels, min(sizes), total_bytes, repeats))
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvstore import native
+from kvstore.device.copy_kernels import COPY_BLOCKS
 from kvstore.device.seam import Device
 from kvstore.engine_adapter.counters import SharedCounters
 from kvstore.engine_adapter.gpu.choice import Choice, Route
 from kvstore.engine_adapter.gpu.copies import Addresses, Copies, packed
-from kvstore.engine_adapter.gpu.kernel_copies import COPY_BLOCKS, SPREAD_BLOCKS, KernelCopies
+from kvstore.engine_adapter.gpu.kernel_copies import SPREAD_BLOCKS, KernelCopies
 from kvstore.engine_adapter.gpu.pinned_regions import PinnedRegions
 from kvstore.engine_adapter.gpu.rings import DeviceRing, HostRing, Piece
 from kvstore.plan.ways import Direction

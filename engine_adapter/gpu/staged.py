@@ -72,9 +72,9 @@ class StagedMoves:
         made = Copies.of(copies, to_device=self._lane.direction is Direction.LOAD)
         if not len(made):
             return going()
+        self._watch.begin(alone=self._staged.unsettled <= {self})
         self._unsettled = True
         self._staged.unsettled.add(self)
-        self._watch.begin()
         while self._after:
             event = self._after.popleft()
             self._watch.waited |= not self._device.query(event)
@@ -153,8 +153,9 @@ class _Watch:
         self._n_bytes = self._n_runs = 0
         self._routes: set[Route] = set()
 
-    def begin(self) -> None:
-        """A copy is about to be given."""
+    def begin(self, *, alone: bool) -> None:
+        """A copy is about to be given, while no others are under way if ``alone``."""
+        self.waited |= not alone
         if not self._n_calls:
             self._begun_s, self._n_calls_before = time.perf_counter(), self._lane.n_calls
         self._n_calls += 1

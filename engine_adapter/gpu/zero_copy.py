@@ -6,6 +6,7 @@ what they are whatever becomes of the right to read, and their memory stays mapp
 
 from __future__ import annotations
 
+import importlib
 import time
 import weakref
 from types import TracebackType
@@ -124,8 +125,7 @@ class Pointers:
     def array(self, i: int, dtype: str = "uint8", shape: tuple[int, ...] | None = None) -> Any:
         """As ``tensor``, for cupy."""
         self._must_be_cuda("cupy")
-        import cupy
-
+        cupy: Any = importlib.import_module("cupy")
         with cupy.cuda.Device(self._device.facts.ordinal):
             whole = cupy.asarray(self.view(i)).view(dtype)
         return whole if shape is None else whole.reshape(shape)

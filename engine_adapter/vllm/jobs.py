@@ -10,13 +10,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client import Lease
 from kvstore.engine_adapter.jobs import Job
+from kvstore.engine_adapter.moving import HERE, Moves
 from kvstore.engine_adapter.parts import Handle, held_of, reserve_part
 from kvstore.engine_adapter.vllm.orders import LoadOrder, SaveOrder
 from kvstore.engine_adapter.vllm.paged import PIECE_BYTES, Paged
@@ -27,6 +28,7 @@ SAVE_S_MAX = 30.0
 """A save holds the engine's blocks no longer."""
 
 Ids = NDArray[np.int64]
+CopyPages = Callable[[int, Ids, Ids, Moves, Callable[[], bool]], bool]
 
 
 class BlocksJob(Job):
@@ -55,11 +57,9 @@ class BlocksJob(Job):
         """The engine's groups of layers that a part has."""
         return {layer.group for layer in self._layers if layer.part == part}
 
-    def _copy_part(
-        self, part: int, slots: Mapping[int, Ids], ids: Mapping[int, Ids], copy: Callable[[int, Ids, Ids], None]
-    ) -> bool:
-        """``copy(layer, slots, ids)`` for every layer of a part, with what its group has; False if the job has ended
-        before the last."""
+    def _copy_part(self, part: int, slots: Mapping[int, Ids], ids: Mapping[int, Ids], copy: CopyPages) -> bool:
+        """``copy`` (of ``Paged``) for every layer of a part, with what its group has; False if the job has ended before
+        the last. What a device was given may be under way still."""
         for number, layer in enumerate(self._layers):
             if layer.part != part:
                 continue
@@ -67,21 +67,30 @@ class BlocksJob(Job):
             if not self.step(partial(self._copy_pieces, number, slots[layer.group], mine, copy)):
                 return False
             self.n_bytes += len(mine) * layer.page_bytes
+            self.complete(ahead=1)
         return not self.ending
 
-    def _copy_pieces(self, number: int, slots: Ids, ids: Ids, copy: Callable[[int, Ids, Ids], None]) -> None:
+    def _copy_pieces(self, number: int, slots: Ids, ids: Ids, copy: CopyPages) -> bool:
         for piece in _pieces(len(ids), self._layers[number].page_bytes):
-            if self.ending:
-                return  # who cancels waits for no more than one piece
-            copy(number, slots[piece], ids[piece])
+            # Who cancels waits for no more than one piece.
+            if self.ending or not copy(number, slots[piece], ids[piece], self._moves, self._going):
+                return False
+        return True
+
+    def _going(self) -> bool:
+        return not self.ending
 
 
 class LoadJob(BlocksJob):
     """Blocks of a lease into the engine's blocks."""
 
-    def __init__(self, order: LoadOrder, revision: str, layers: list[LayerPages], seconds: float) -> None:
+    def __init__(
+        self, order: LoadOrder, revision: str, layers: list[LayerPages], seconds: float, moves: Moves = HERE
+    ) -> None:
+        """``moves``: of ``Paged.loading``."""
         super().__init__(order.request_id, revision, layers, seconds)
         self.order = order
+        self.use(moves)
 
     def run(self, attach: Callable[[int], Lease], paged: Paged) -> None:
         """``attach(lease_id)``. Blocks for the copies, one round trip and the mapping of new regions."""
@@ -99,6 +108,8 @@ class LoadJob(BlocksJob):
         for part in self._parts:
             held = held_of(lease, part)
             addresses = held.addresses.view(np.int64)
+            # The blocks stay until a device has read them, whatever becomes of the lease.
+            self._moves.keep([held[i] for i in range(len(held))])
             slots: dict[int, Ids] = {}
             wanted: dict[int, Ids] = {}
             for group in self._groups_of(part):
@@ -110,18 +121,19 @@ class LoadJob(BlocksJob):
                 slots[group], wanted[group] = addresses[at], ids[group][blocks]
             if not self._copy_part(part, slots, wanted, paged.load):
                 return "it ended before the last layer"
+        self._moves.settle()
         return "" if lease.unchanged() else "the lease ended, or a slot changed, while it was read"
 
 
 class SaveJob(BlocksJob):
     """The engine's blocks into the store."""
 
-    def __init__(self, order: SaveOrder, revision: str, layers: list[LayerPages], mark: Any) -> None:
-        """``mark``: of ``Paged.mark``, made when the engine had computed these blocks."""
+    def __init__(self, order: SaveOrder, revision: str, layers: list[LayerPages], moves: Moves = HERE) -> None:
+        """``moves``: of ``Paged.saving``, when the engine had computed these blocks or given that to its device."""
         super().__init__(order.request_id, revision, layers, SAVE_S_MAX)
         self.order = order
         self.n_present = self.n_stored = self.n_skipped = 0
-        self._mark = mark
+        self.use(moves)
 
     def run(self, open_namespace: Callable[[str], Handle], paged: Paged, lease_s: float) -> None:
         """Blocks for the copies and two round trips for each part."""
@@ -133,7 +145,6 @@ class SaveJob(BlocksJob):
 
     def _save(self, handle: Handle, paged: Paged, lease_s: float) -> str:
         """Why something was not stored, if it was not."""
-        paged.wait(self._mark)
         n_blocks = self.order.n_blocks
         saved = self._save_part(0, 0, handle, paged, lease_s)
         self.n_present, self.n_stored = saved.n_present, saved.n_stored
@@ -158,12 +169,14 @@ class SaveJob(BlocksJob):
             if n_slots:
                 # Arrays over the slots keep them mapped, whatever becomes of the client meanwhile.
                 kept = [reservation[i] for i in range(n_slots)]
+                self._moves.keep(kept)
                 slots = reservation.addresses.view(np.int64)
                 chosen = slice(first + n_present, first + n_present + n_slots)
                 groups = self._groups_of(part)
                 ids = {group: np.array(order.block_ids[group][chosen], np.int64) for group in groups}
                 if not self._copy_part(part, dict.fromkeys(groups, slots), ids, paged.save):
                     raise EndedError("it ended before the last layer")
+                self._moves.settle()
                 del kept
                 n_stored, n_duplicate = reservation.commit()
             n_there = n_present + n_stored + n_duplicate

@@ -26,7 +26,8 @@ LAYOUT_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """One layer's memory: the page of block i begins ``i * stride_bytes`` after ``address``, which is 0 on a device.
+    """One layer's memory: the page of block i begins ``i * stride_bytes`` after ``address``. That is 0 on devices other
+    than CUDA's.
 
     ``group`` is the engine's, ``part`` is that of the store's blocks which has the layer (see ``kvstore.hybrid``).
     """
@@ -146,7 +147,7 @@ def _pages(group: int, name: str, tensor: torch.Tensor, n_blocks: int) -> LayerP
                 "set VLLM_KV_CACHE_LAYOUT=LBHNC"
             )
         step *= size
-    address = tensor.data_ptr() if tensor.device.type == "cpu" else 0
+    address = tensor.data_ptr() if tensor.device.type in ("cpu", "cuda") else 0
     return LayerPages(group, (name,), tensor, address, stride_bytes, page_bytes)
 
 

@@ -15,7 +15,7 @@ from kvstore.engine_adapter.parts import Handle, open_namespace
 from kvstore.engine_adapter.vllm.jobs import BlocksJob, LoadJob, SaveJob
 from kvstore.engine_adapter.vllm.options import Options
 from kvstore.engine_adapter.vllm.orders import StepOrders, WorkerReport
-from kvstore.engine_adapter.vllm.paged import paged
+from kvstore.engine_adapter.vllm.paged import device_mover, paged
 from kvstore.engine_adapter.vllm.shapes import LayerPages
 from kvstore.errors import EndedError
 from kvstore.types import Namespace
@@ -48,10 +48,11 @@ class WorkerSide:
         self._may_save, self._waits_for_saves = saves, waits_for_saves
         self._block_level_failures = block_level_failures
         self._counters = counters
-        self._paged = paged(layers, BlockLayout.by_part(namespace.spec), options.copy_threads)
         # Two clients, as one call at a time is under way in each: loads don't stand behind saves.
         self._loader = self._connect("vllm loads")
         self._saver = self._connect("vllm saves")
+        self._mover = device_mover(layers[0].tensor, (self._loader, self._saver), counters)
+        self._paged = paged(layers, BlockLayout.by_part(namespace.spec), options.copy_threads, self._mover)
         self._load_from, self._save_to = (
             _Opened(client, namespace, attention_doubling_tokens) for client in (self._loader, self._saver)
         )
@@ -92,7 +93,8 @@ class WorkerSide:
             self._watch_load(job, orders)
 
     def _load_job(self, orders: StepOrders) -> LoadJob:
-        return LoadJob(orders.loads[0], orders.revision, self._layers, self._options.load_timeout_s)
+        seconds = self._options.load_timeout_s
+        return LoadJob(orders.loads[0], orders.revision, self._layers, seconds, self._paged.loading())
 
     def _watch_load(self, job: LoadJob, orders: StepOrders) -> None:
         """From here on its end is reported. Orders leave the list only here: those that are left never began."""
@@ -103,12 +105,18 @@ class WorkerSide:
         orders.loads.remove(job.order)
 
     def wait_layer(self, layer_name: str) -> None:
-        """Block until a layer of this step's loads is there, or they have failed."""
+        """Block until a layer of this step's loads is there, or on its way to where the engine's stream will wait for
+        it, or they have failed."""
         number = self._layer_numbers.get(layer_name)
         if number is None:
             return
+        stream = self._paged.stream()
         for job in self._sync_loads:
-            if not job.wait_layer(number, job.deadline_s):
+            if stream is None:
+                there = job.wait_layer(number, job.deadline_s)
+            else:
+                there = job.let_wait(number, stream, job.deadline_s)
+            if not there:
                 job.cancel("it took too long")
 
     def end_loads(self) -> None:
@@ -139,9 +147,8 @@ class WorkerSide:
             return
         saves, orders.saves = orders.saves, []
         started = []
-        mark = self._paged.mark() if saves else None
         for order in saves:
-            job = SaveJob(order, orders.revision, self._layers, mark)
+            job = SaveJob(order, orders.revision, self._layers, self._paged.saving())
             self._saves.setdefault(order.request_id, []).append(job)
             if not self._may_save:
                 job.cancel("another worker stores the same")
@@ -205,6 +212,9 @@ class WorkerSide:
             job.cancel("the engine shuts down")
         for thread in (self._load_thread, self._save_thread):
             thread.close()
+        if self._mover is not None:
+            self._mover.close()
+            self._mover.device.close()
         self._loader.close()
         self._saver.close()
 

@@ -131,7 +131,7 @@ def namespace_dict(info: NamespaceInfo) -> dict[str, Any]:
 def inspection_dict(seen: Inspection) -> dict[str, Any]:
     """An inspection as JSON has it: one object per block."""
     hits = seen.hits.tolist() or [None] * len(seen.keys)
-    columns = (seen.keys, seen.in_dram, seen.on_nvme, seen.size_bytes, seen.idle_s, seen.pins)
+    columns = (seen.keys, seen.in_hbm, seen.in_dram, seen.on_nvme, seen.size_bytes, seen.idle_s, seen.pins)
     return {
         "n_rows": seen.n_rows,
         "n_blocks": seen.n_blocks,
@@ -141,14 +141,14 @@ def inspection_dict(seen: Inspection) -> dict[str, Any]:
         "blocks": [
             {
                 "key": key.tobytes().hex(),
-                "tiers": [tier for tier, there in (("dram", dram), ("nvme", nvme)) if there],
+                "tiers": [tier for tier, there in (("hbm", hbm), ("dram", dram), ("nvme", nvme)) if there],
                 "size_bytes": int(size),
                 "hits": n_hits,
                 "idle_s": float(idle),
                 "pins": int(pins),
                 "hints": hints,
             }
-            for (key, dram, nvme, size, idle, pins), n_hits, hints in zip(
+            for (key, hbm, dram, nvme, size, idle, pins), n_hits, hints in zip(
                 zip(*columns, strict=True), hits, seen.hints or [{}] * len(seen.keys), strict=True
             )
         ],

@@ -46,12 +46,15 @@ def _plain(n_prompt_tokens: int, found: Overlap) -> dict[str, Any]:
 
 
 def _table(prompts: list[Tokens], found: list[Overlap]) -> Table:
-    names = ("prompt", "tokens", "stored", "in DRAM", "on NVMe only", "on their way", "load", "off by")
+    names = ("prompt", "tokens", "stored", "in DRAM", "on NVMe only", "on their way", "in HBM too", "load", "off by")
     table = Table(*names, title="Tokens by tier; load: expected time until all is copied")
     for column in table.columns:
         column.justify = "right"
     for number, (prompt, each) in enumerate(zip(prompts, found, strict=True)):
-        counts = (len(prompt), each.n_tokens, each.n_dram_tokens, each.n_nvme_tokens, each.n_loading_tokens)
+        counts = (
+            len(prompt), each.n_tokens, each.n_dram_tokens, each.n_nvme_tokens, each.n_loading_tokens,
+            each.n_hbm_tokens,
+        )  # fmt: skip
         shown = (f"{count:,}" for count in counts)
         table.add_row(str(number), *shown, f"{each.load_s * 1e3:,.2f} ms", f"{each.load_error:.2f} x")
     return table

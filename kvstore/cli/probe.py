@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ import click
 
 from kvstore.bench.device_packages import installed_packages
 from kvstore.bench.device_ways import effort_for, figures, measure_own_gb_per_s, measure_ways
+from kvstore.bench.gpus_together import Together, measure_all
 from kvstore.bench.kv_sizes import MODELS, attention_doubling_tokens, bytes_per_token
 from kvstore.bench.report import print_tables
 from kvstore.cli.params import SIZE, json_option
 from kvstore.cli.probe_machine import cuda_missing, disk_facts, host_facts, registration_facts
 from kvstore.cli.probe_tables import probe_tables
 from kvstore.device.choose import open_device
+from kvstore.device.cuda import gpus
 from kvstore.device.seam import Device
 from kvstore.errors import BadInputError, DeviceError
 from kvstore.plan.calibration import Calibration
@@ -129,9 +131,12 @@ def _measured(device: Device, links: Links, computing: Computing | None) -> dict
     table = measure_ways(device, effort)
     own_gb_per_s = measure_own_gb_per_s(device, effort)
     link = _link_of(device, links)
+    together = _together(device)
     facts = Facts.of(
         link, can_map=registration["sealed"], cannot_map_reason=registration["reason"], gpu_gb_per_s=own_gb_per_s
     )
+    if together is not None and together.note:
+        facts = replace(facts, notes=(*facts.notes, together.note))
     calibration = Calibration(table)
     advisor = Advisor(calibration, facts, computing.prefill if computing is not None else None)
     uses = for_tokens(computing.token_bytes) if computing is not None else USES
@@ -140,6 +145,7 @@ def _measured(device: Device, links: Links, computing: Computing | None) -> dict
         "link": link.words if link is not None else "not told by NVML",
         "registration": registration,
         "own_gb_per_s": own_gb_per_s,
+        "together": together.to_dict() if together is not None else None,
         "bandwidth": table.to_dict(),
         "figures": figures(table),
         "advice": [
@@ -155,6 +161,15 @@ def _measured(device: Device, links: Links, computing: Computing | None) -> dict
     if computing is not None:
         told["load_or_recompute"] = _verdict_dict(_verdict(calibration, computing))
     return told
+
+
+def _together(device: Device) -> Together | None:
+    """Of all GPUs, where there are several and each can be used."""
+    names = [f"cuda:{each.ordinal}" for each in gpus()] if device.facts.kind == "cuda" else []
+    try:
+        return measure_all(names) if len(names) > 1 else None
+    except DeviceError:
+        return None
 
 
 def _link_of(device: Device, links: Links) -> GpuLink | None:

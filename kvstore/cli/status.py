@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ from kvstore.cli.params import DaemonPlace, json_option, place_options, timeout_
 from kvstore.config import format_size
 
 GROUPS = (
+    ("HBM tier", "hbm_"),
     ("DRAM tier", "dram_"),
     ("NVMe tier", "nvme_"),
     ("DRAM to NVMe", "offload"),
@@ -24,6 +26,10 @@ GROUPS = (
 
 FRACTIONS = ("_s", "_s_max", "_ratio", "_seconds")
 """How the names of numbers end that are no counts."""
+
+MISSED = "missed_lookups_"
+"""How counters of lookups by what ended the hit begin."""
+REASONS_SHOWN = 3
 
 Value = float | str
 Group = tuple[str, list[tuple[str, str]]]
@@ -65,13 +71,30 @@ def whole(stats: Mapping[str, Value]) -> dict[str, int | Value]:
 
 def hit_ratios(stats: Mapping[str, Value]) -> dict[str, Value]:
     """The share of all blocks looked up that each tier had; nothing before the first lookup."""
-    asked, hits, nvme = (float(stats.get(name, 0)) for name in ("lookup_blocks", "hit_blocks", "hit_blocks_nvme"))
+    asked, hits, nvme, hbm = (
+        float(stats.get(name, 0)) for name in ("lookup_blocks", "hit_blocks", "hit_blocks_nvme", "hit_blocks_hbm")
+    )
     if not asked:
         return {}
-    ratios: dict[str, Value] = {"hit_ratio": hits / asked, "dram_hit_ratio": (hits - nvme) / asked}
-    if any(name.startswith("nvme_") for name in stats):
-        ratios["nvme_hit_ratio"] = nvme / asked
+    ratios: dict[str, Value] = {"hit_ratio": hits / asked, "dram_hit_ratio": (hits - nvme - hbm) / asked}
+    for tier, found in (("nvme", nvme), ("hbm", hbm)):
+        if any(name.startswith(f"{tier}_") for name in stats):
+            ratios[f"{tier}_hit_ratio"] = found / asked
     return ratios
+
+
+def miss_reasons(stats: Mapping[str, Value]) -> str:
+    """What became of the first missing block of lookups that were not full: the most frequent reasons."""
+    counts = Counter(
+        {
+            name.removeprefix(MISSED).replace("_", " "): float(n)
+            for name, n in stats.items()
+            if name.startswith(MISSED) and isinstance(n, float)
+        }
+    )
+    if not (total := counts.total()):
+        return "none"
+    return ", ".join(f"{n / total:.0%} {reason}" for reason, n in counts.most_common(REASONS_SHOWN) if n)
 
 
 def summary(stats: Mapping[str, Value]) -> Iterator[Group]:
@@ -98,8 +121,21 @@ def summary(stats: Mapping[str, Value]) -> Iterator[Group]:
             ("blocks stored", n("blocks")),
             ("prompts, blocks looked up", n("lookups", "lookup_blocks")),
             ("blocks found", share("hit_ratio")),
+            ("first block missing of the others", miss_reasons(stats)),
         ],
     )
+    if "hbm_capacity_bytes" in stats:
+        hbm = [
+            ("device", str(stats["hbm_device"])),
+            ("used", f"{size('hbm_used_bytes')} of {size('hbm_capacity_bytes')}"),
+            ("found there", share("hbm_hit_ratio")),
+            ("blocks copied there", n("hbm_promoted_blocks") + (", none for now" if stats["hbm_suspended"] else "")),
+            ("skipped, without room, failed", n("hbm_skipped_blocks", "hbm_no_room_blocks", "hbm_failed_blocks")),
+            ("blocks evicted", n("hbm_evicted_blocks")),
+        ]
+        if stats["hbm_memory_failure"]:
+            hbm.append(("memory failure", str(stats["hbm_memory_failure"])))
+        yield "HBM tier", hbm
     dram = [
         ("used", f"{size('dram_used_bytes')} of {size('dram_capacity_bytes')}"),
         ("found there", share("dram_hit_ratio")),

@@ -33,6 +33,8 @@ RATES = {
     "lookup_blocks_per_s": "lookup_blocks",
     "hit_blocks_per_s": "hit_blocks",
     "hit_nvme_blocks_per_s": "hit_blocks_nvme",
+    "hit_hbm_blocks_per_s": "hit_blocks_hbm",
+    "hbm_promoted_bytes_per_s": "hbm_promoted_bytes",
     "stored_blocks_per_s": "committed_blocks",
     "stored_bytes_per_s": "committed_bytes",
     "skipped_blocks_per_s": "skipped_blocks",
@@ -44,7 +46,11 @@ RATES = {
 }
 """What is shown per second, and the counter behind it."""
 
-TIERS = (("dram", "dram_used_bytes", "dram_capacity_bytes"), ("nvme", "nvme_used_bytes", "nvme_live_capacity_bytes"))
+TIERS = (
+    ("hbm", "hbm_used_bytes", "hbm_capacity_bytes"),
+    ("dram", "dram_used_bytes", "dram_capacity_bytes"),
+    ("nvme", "nvme_used_bytes", "nvme_live_capacity_bytes"),
+)
 QUEUES = ("offload_pending_bytes", "offload_pending_blocks", "onboard_waiting_blocks", "onboard_queued_bytes")
 NAMESPACES_SHOWN_MAX = 12
 METHODS_SHOWN_MAX = 8
@@ -247,6 +253,8 @@ def _flows(before: Look, now: Look) -> Table:
         ("blocks evicted from NVMe", f"{per_s['nvme_evicted_blocks_per_s']:,.0f}"),
         ("written to NVMe", f"{format_size(per_s['offloaded_bytes_per_s'])}/s"),
         ("read from NVMe", f"{format_size(per_s['onboarded_bytes_per_s'])}/s"),
+        ("found in HBM, copied there",
+         f"{per_s['hit_hbm_blocks_per_s']:,.0f} blocks, {format_size(per_s['hbm_promoted_bytes_per_s'])}/s"),
     ]  # fmt: skip
     stats = now.stats
     right = [

@@ -100,6 +100,7 @@ class Inspection:
     keys: NDArray[np.uint8]
     in_dram: NDArray[np.bool_]
     on_nvme: NDArray[np.bool_]
+    in_hbm: NDArray[np.bool_]
     size_bytes: NDArray[np.uint32]
     hits: NDArray[np.uint8]
     idle_s: NDArray[np.float64]
@@ -379,6 +380,7 @@ def _inspection(reply: pb.InspectReply) -> Inspection:
         keys=unpack("keys", reply.keys, U8, n * KEY_BYTES).reshape(n, KEY_BYTES),
         in_dram=(tiers & 1) != 0,
         on_nvme=(tiers & 2) != 0,
+        in_hbm=(tiers & 4) != 0,
         size_bytes=unpack("sizes", reply.sizes, U32, n),
         hits=unpack("hits", reply.hits, U8, n if reply.hits else 0),
         idle_s=unpack("idle_s", reply.idle_s, F64, n),

@@ -116,9 +116,10 @@ class Finding(Generic[LeaseT]):
             for name in ("n_tokens", "n_dram_tokens", "n_loading_tokens")
         )
         times = (unpack(name, getattr(reply, name), F64, n).tolist() for name in ("load_s", "load_error"))
+        in_hbm = unpack("n_hbm_tokens", reply.n_hbm_tokens, U64, n).tolist() if reply.n_hbm_tokens else [0] * n
         return [
-            Overlap(n_tokens, n_dram, n_tokens - n_dram, n_loading, load_s, error)
-            for n_tokens, n_dram, n_loading, load_s, error in zip(*columns, *times, strict=True)
+            Overlap(n_tokens, n_dram, n_tokens - n_dram, n_loading, load_s, error, n_hbm_tokens=n_hbm)
+            for n_tokens, n_dram, n_loading, load_s, error, n_hbm in zip(*columns, *times, in_hbm, strict=True)
         ]
 
     def lease(

@@ -46,6 +46,8 @@ class Overlap:
     exact, 4.0 says that ``load_s`` is a guess: nothing was loaded yet."""
     reason: str = ""
     """Why nothing is known, if the daemon could not be asked."""
+    n_hbm_tokens: int = 0
+    """Of all those that match, those that have a copy in HBM, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,8 +243,8 @@ def _may_hold(given: np.dtype[Any], dtype: str) -> bool:
 def rows_of(array: NDArray[Any], block_bytes: int, dtype: str = "") -> Bytes:
     """A C-contiguous array as uint8 [n, block_bytes], without a copy.
 
-    ``dtype``: what the blocks hold, if that is known. Raises BadInputError for an array of other values, floats of another
-    kind of the same size among them (float16 for bfloat16). Plain bytes, and integers of the same size, do.
+    ``dtype``: what the blocks hold, if that is known. Raises BadInputError for an array of other values, also of floats
+    of the same size, such as float16 for bfloat16. Plain bytes, and integers of the same size, do.
     """
     if type(array).__module__.partition(".")[0] == "torch":
         raise BadInputError(

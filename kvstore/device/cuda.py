@@ -22,7 +22,7 @@ from kvstore.device.cuda_calls import bindings, do, error_of, number_of
 from kvstore.device.cuda_kernels import CudaKernels
 from kvstore.device.kernels import check_launch
 from kvstore.device.seam import IPC_HANDLE_BYTES, Addresses, Argument, DeviceFacts
-from kvstore.errors import BadInputError, DeviceError
+from kvstore.errors import BadInputError, DeviceError, KVStoreError
 
 _SHARED_UNIT_BYTES = 2 << 20
 """CUDA cuts smaller allocations out of blocks of this size, and IPC shares the whole block."""
@@ -48,12 +48,12 @@ class CudaDevice:
     def __init__(self, ordinal: int = 0) -> None:
         runtime, driver = bindings("runtime"), bindings("driver")
         n_devices = do(runtime.cudaGetDeviceCount)
-        if ordinal >= n_devices:
+        if not 0 <= ordinal < n_devices:
             raise DeviceError(f"there is no GPU number {ordinal}: CUDA shows {n_devices}, counted from 0")
         self._closed = False
         self._lock = threading.Lock()
         self._allocated: set[int] = set()
-        self._registered: dict[int, int] = {}
+        self._registered: set[int] = set()
         self._opened: Counter[int] = Counter()
         self._opened_at_home: Counter[int] = Counter()
         self._streams: set[int] = set()
@@ -105,11 +105,11 @@ class CudaDevice:
             do(runtime.cudaHostRegister, address, size_bytes, flags)
             try:
                 for_kernels = int(do(runtime.cudaHostGetDevicePointer, address, 0))
-            except DeviceError:
+            except KVStoreError:
                 do(runtime.cudaHostUnregister, address)
                 raise
         with self._lock:
-            self._registered[address] = size_bytes
+            self._registered.add(address)
         return for_kernels
 
     def host_unregister(self, address: int) -> None:
@@ -296,14 +296,11 @@ class CudaDevice:
         finally:
             do(driver.cuCtxSetCurrent, previous)
 
-    def _forget(self, taken: set[int] | dict[int, int], number: int, call: str, maker: str) -> None:
+    def _forget(self, taken: set[int], number: int, call: str, maker: str) -> None:
         with self._lock:
             if number not in taken:
                 raise BadInputError(f"{call} of {number:#x}, which no {maker} gave, or which was given back already")
-            if isinstance(taken, dict):
-                del taken[number]
-            else:
-                taken.remove(number)
+            taken.remove(number)
 
 
 def _export_ends(addresses: set[int]) -> None:

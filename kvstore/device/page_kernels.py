@@ -16,6 +16,7 @@ from kvstore.errors import BadInputError
 _BLOCK_THREADS = 256
 _FLOAT_BYTES = 4
 _BLOCKS_MAX = 4096
+_COUNT_MAX = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ def summarize_pages(
     items = keys.n_pages * keys.heads * (keys.head_dim // at_once)
     if items == 0:
         return
+    _check_count(items, "channels")
     values = (
         keys.addresses, keys.rows, keys.token_bytes, keys.head_bytes, low, high, mean,
         keys.n_pages, keys.heads, keys.head_dim, at_once,
@@ -89,6 +91,7 @@ def score_pages(
     _value_bytes(pages.dtype)
     if pages.n_pages == 0 or pages.heads == 0:
         return
+    _check_count(pages.n_pages, "pages")
     if queries_per_head < 1:
         raise BadInputError(f"queries_per_head is {queries_per_head}; a kv head has at least 1")
     query_bytes = pages.head_dim * _FLOAT_BYTES
@@ -103,6 +106,12 @@ def score_pages(
         queries, pages.low, pages.high, scores, pages.n_pages, queries_per_head, pages.head_dim, tile, int(add),
     )  # fmt: skip
     launch(device, f"kv_page_score_{pages.dtype}", grid, _BLOCK_THREADS, values, stream, tile * query_bytes)
+
+
+def _check_count(count: int, what: str) -> None:
+    """Kernels count in 32 bits."""
+    if count > _COUNT_MAX:
+        raise BadInputError(f"{count} {what} are too many for one launch, which takes {_COUNT_MAX}; make several of it")
 
 
 def _value_bytes(dtype: str) -> int:

@@ -49,7 +49,7 @@ EXPORTS: tuple[Export, ...] = (
                full="lookup_full_hits", partial="lookup_hits lookup_full_hits", none="lookups lookup_hits"),
     *_counters("lookup_blocks_total", "Blocks of prompts looked up to use them.", of="lookup_blocks"),
     *_counters("hit_blocks_total", "Of these, blocks that were used, by the tier they came from.", "tier",
-               dram="hit_blocks hit_blocks_nvme", nvme="hit_blocks_nvme"),
+               dram="hit_blocks hit_blocks_nvme hit_blocks_hbm", nvme="hit_blocks_nvme", hbm="hit_blocks_hbm"),
     *_counters("miss_blocks_total", "Of these, blocks that were not, by what ended the hit.", "reason",
                not_found="miss_blocks_not_found", not_asked="miss_blocks_not_asked", pending="miss_blocks_pending",
                refused="miss_blocks_refused", no_room="miss_blocks_no_room", late="miss_blocks_late",
@@ -71,7 +71,7 @@ EXPORTS: tuple[Export, ...] = (
     *_counters("ended_sessions_total", "Conversations that clients said had ended.", of="ended_sessions"),
     *_counters("cleared_blocks_total", "Blocks that operators cleared.", of="cleared_blocks"),
     *_counters("evicted_blocks_total", "Copies evicted from a tier.", "tier",
-               dram="evicted_blocks", nvme="nvme_evicted_blocks"),
+               dram="evicted_blocks", nvme="nvme_evicted_blocks", hbm="hbm_evicted_blocks"),
     *_counters("dropped_blocks_total", "Of these, last copies.", "tier",
                dram="dropped_blocks", nvme="nvme_dropped_blocks"),
     *_counters("policy_seconds_total", "Time that the eviction policy worked on the daemon's thread.", of="policy_s"),
@@ -86,11 +86,11 @@ EXPORTS: tuple[Export, ...] = (
     *_gauges("tenants", "Tenants that have blocks.", of="tenants"),
     # Tiers
     *_gauges("tier_capacity_bytes", "Configured capacity of a tier.", "tier",
-             dram="dram_capacity_bytes", nvme="nvme_capacity_bytes"),
+             dram="dram_capacity_bytes", nvme="nvme_capacity_bytes", hbm="hbm_capacity_bytes"),
     *_gauges("tier_used_bytes", "Bytes of blocks in a tier.", "tier",
-             dram="dram_used_bytes", nvme="nvme_used_bytes"),
+             dram="dram_used_bytes", nvme="nvme_used_bytes", hbm="hbm_used_bytes"),
     *_gauges("tier_free_bytes", "Room in a tier without evicting.", "tier",
-             dram="dram_free_bytes", nvme="nvme_free_bytes"),
+             dram="dram_free_bytes", nvme="nvme_free_bytes", hbm="hbm_free_bytes"),
     *_gauges("dram_bytes", "Bytes of DRAM that hold no block that can be found, by why.", "state",
              reserved="dram_reserved_bytes", quarantined="dram_quarantined_bytes", raw="dram_raw_bytes",
              retired_mapped="dram_retired_mapped_bytes", unsettled="dram_unsettled_bytes"),
@@ -128,7 +128,7 @@ EXPORTS: tuple[Export, ...] = (
     *_counters("offloaded_blocks_total", "Blocks made durable.", of="offloaded_blocks"),
     *_counters("offloaded_bytes_total", "Bytes of these.", of="offloaded_bytes"),
     *_counters("offload_lost_blocks_total", "Blocks that were not written to NVMe.", "why",
-               skipped="offload_skipped_blocks", failed="offload_failed_blocks"),
+               skipped="offload_skipped_blocks", failed="offload_failed_blocks", declined="offload_declined_blocks"),
     *_counters("offload_late_writes_total", "Writes that took longer than the I/O timeout.", of="offload_late_writes"),
     *_gauges("offload_pending_blocks", "Blocks waiting or being written.", of="offload_pending_blocks"),
     *_gauges("offload_pending_bytes", "Bytes of these.", of="offload_pending_bytes"),
@@ -148,6 +148,21 @@ EXPORTS: tuple[Export, ...] = (
     *_gauges("onboard_queued_bytes", "Bytes of these.", of="onboard_queued_bytes"),
     *_gauges("onboard_bytes_per_second", "Estimated speed of reading.", of="onboard_bytes_per_s"),
     *_gauges("onboard_stuck", "1 while a read has not returned in its time.", of="onboard_stuck"),
+    # HBM
+    *_gauges("hbm_blocks", "Blocks with a copy in HBM.", of="hbm_blocks"),
+    *_gauges("hbm_held_blocks", "Copies in HBM that are gone but for who still reads them.", of="hbm_held_blocks"),
+    *_gauges("hbm_bytes", "Bytes of HBM that hold no copy that can be found, by why.", "state",
+             reserved="hbm_reserved_bytes", quarantined="hbm_quarantined_bytes",
+             retired_mapped="hbm_retired_mapped_bytes"),
+    *_gauges("hbm_regions", "Regions of HBM.", of="hbm_regions"),
+    *_counters("hbm_promoted_blocks_total", "Blocks copied to HBM.", of="hbm_promoted_blocks"),
+    *_counters("hbm_promoted_bytes_total", "Bytes of these.", of="hbm_promoted_bytes"),
+    *_counters("hbm_lost_blocks_total", "Blocks that were not copied to HBM.", "why",
+               skipped="hbm_skipped_blocks", no_room="hbm_no_room_blocks", failed="hbm_failed_blocks"),
+    *_gauges("hbm_copies", "Batches being copied to HBM, or waiting for it.", of="hbm_copies"),
+    *_gauges("hbm_queued_blocks", "Blocks waiting or being copied to HBM.", of="hbm_queued_blocks"),
+    *_gauges("hbm_queued_bytes", "Bytes of these.", of="hbm_queued_bytes"),
+    *_gauges("hbm_suspended", "1 while nothing is copied to HBM, as a copy failed.", of="hbm_suspended"),
     # Claims and clients
     *_gauges("claims", "Leases, reservations and pins in force.", "kind",
              lease="leases", reservation="reservations", pin="pins"),
@@ -177,8 +192,10 @@ LEFT_OUT: dict[str, str] = {
     "hit_ratio": "worked out by `kvstore status`",
     "dram_hit_ratio": "worked out by `kvstore status`",
     "nvme_hit_ratio": "worked out by `kvstore status`",
+    "hbm_hit_ratio": "worked out by `kvstore status`",
+    "hbm_device": "shown by `kvstore status`",
 }
-"""Numbers that are no metrics, and why."""
+"""Numbers and texts that are no metrics, and why."""
 
 INFO_TEXTS: dict[str, str] = {
     "version": "server_version",
@@ -191,7 +208,7 @@ INFO_TEXTS: dict[str, str] = {
 NVME_STATES = ("ok", "full", "failing")
 """One sample of ``kvstore_nvme_health`` each."""
 
-TEXTS_TOLD_ELSEWHERE = {"nvme_health", "dram_huge_pages_note", "dram_memory_failure"}
+TEXTS_TOLD_ELSEWHERE = {"nvme_health", "dram_huge_pages_note", "dram_memory_failure", "hbm_memory_failure"}
 """Texts that a metric or ``/ready`` tells of in its own way."""
 
 BY_METHOD: dict[str, str] = {

@@ -13,7 +13,8 @@ from kvstore.http.source import Phase, Pulse, Snapshot
 from kvstore.http.text_format import HISTOGRAM, INFO, Family, labelled, number, write
 from kvstore.metrics import Distribution
 
-NVME_PREFIXES = ("nvme_", "onboard", "offload")
+TIER_PREFIXES = {"nvme": ("nvme_", "onboard", "offload"), "hbm": ("hbm_",)}
+"""How numbers begin that there are with a tier only."""
 
 _process = ProcessCollector(registry=None)
 
@@ -26,7 +27,7 @@ def expose(accept: str, pulse: Pulse, snapshot: Snapshot, *, fresh: bool) -> tup
 
 
 def families(pulse: Pulse, snapshot: Snapshot, *, fresh: bool) -> Iterator[Family]:
-    """Every metric. Those of an NVMe tier are left out where there is none."""
+    """Every metric. Those of an NVMe or an HBM tier are left out where there is none."""
     yield _gauge("kvstore_loop_seen_seconds", "Seconds since the daemon's loop last went round.", pulse.seen_s_ago)
     yield _gauge(
         "kvstore_snapshot_fresh", "0 if the loop did not answer: the numbers are those of the scrape before.", fresh
@@ -60,11 +61,11 @@ def families(pulse: Pulse, snapshot: Snapshot, *, fresh: bool) -> Iterator[Famil
 
 
 @cache
-def _plan(has_nvme: bool) -> tuple[tuple[str, str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...]:
+def _plan(absent: tuple[str, ...]) -> tuple[tuple[str, str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...]:
     """Of each metric of numbers: name, kind, help; of each of its samples, what stands before it, and its numbers."""
     grouped: dict[str, tuple[str, str, list[tuple[str, tuple[str, ...]]]]] = {}
     for export in EXPORTS:
-        if has_nvme or not export.stats[0].startswith(NVME_PREFIXES):
+        if not export.stats[0].startswith(absent):
             samples = grouped.setdefault(export.metric, (export.kind, export.help, []))[2]
             samples.append((labelled(export.metric, export.labels), export.stats))
     return tuple(
@@ -76,7 +77,8 @@ def _plan(has_nvme: bool) -> tuple[tuple[str, str, str, tuple[tuple[str, tuple[s
 def _numbers(numbers: Mapping[str, float]) -> Iterator[Family]:
     if not numbers:
         return
-    for name, kind, help_, samples in _plan("nvme_capacity_bytes" in numbers):
+    tiers = (each for tier, each in TIER_PREFIXES.items() if f"{tier}_capacity_bytes" not in numbers)
+    for name, kind, help_, samples in _plan(tuple(prefix for each in tiers for prefix in each)):
         yield Family(name, kind, help_, [(before, _difference(numbers, stats)) for before, stats in samples])
 
 

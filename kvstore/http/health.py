@@ -51,6 +51,10 @@ def degradations(snapshot: Snapshot) -> list[str]:
         found.append("a read from NVMe has not returned in its time: blocks there are misses")
     if failure := texts.get("dram_memory_failure"):
         found.append(f"memory could not be had: {failure}")
+    if failure := texts.get("hbm_memory_failure"):
+        found.append(f"memory of the GPU could not be had: {failure}")
+    if numbers.get("hbm_suspended"):
+        found.append("a copy to HBM failed: none is made for a while")
     if n_failed := numbers.get("jobs_failed"):
         found.append(f"{n_failed:.0f} jobs ended as none may: look into the log")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import mmap
 import time
@@ -51,10 +52,14 @@ class Curve:
         """GB/s for many pieces of this size. Smaller ones than measured cost as much each as the smallest did."""
         if piece_bytes <= 0:
             raise BadInputError(f"a piece of {piece_bytes} bytes has no rate; give a positive size")
-        least = self.piece_bytes[0]
-        if piece_bytes < least:
-            return self.gb_per_s[0] * piece_bytes / least
-        return float(math.exp(np.interp(math.log(piece_bytes), np.log(self.piece_bytes), np.log(self.gb_per_s))))
+        sizes, rates = self.piece_bytes, self.gb_per_s
+        if piece_bytes < sizes[0]:
+            return rates[0] * piece_bytes / sizes[0]
+        after = bisect.bisect_right(sizes, piece_bytes)
+        if after == len(sizes):
+            return rates[-1]
+        share = math.log(piece_bytes / sizes[after - 1]) / math.log(sizes[after] / sizes[after - 1])
+        return float(rates[after - 1] * (rates[after] / rates[after - 1]) ** share)
 
     def expected_s(self, piece_bytes: float, n_pieces: float) -> float:
         """Seconds that so many pieces take."""

@@ -137,7 +137,8 @@ class Advisor:
             )
             for way in STAGED
         ]
-        in_place_s = self._link_s(Way.ZERO_COPY, case, n_pieces) * max(case.reads_per_byte, 0.0)
+        once_s = self._link_s(Way.ZERO_COPY, case, n_pieces)
+        in_place_s = once_s if math.isinf(once_s) else once_s * case.reads_per_byte
         compute_s, no_compute = self._recompute(case)
         in_place = Option(Action.ZERO_COPY, Way.ZERO_COPY, in_place_s, self._excluded_in_place(case, staged))
         return (*staged, in_place, Option(Action.RECOMPUTE, None, compute_s + own_reads_s, no_compute))

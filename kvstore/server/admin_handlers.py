@@ -165,7 +165,7 @@ class AdminHandlers:
             n_blocks=len(found.match.ids),
             partial_tokens=found.match.partial_tokens,
             keys=facts.keys.tobytes(),
-            tiers=pack(facts.in_dram + 2 * facts.on_nvme.astype(np.uint8), U8),
+            tiers=pack(facts.in_dram + 2 * facts.on_nvme.astype(np.uint8) + 4 * facts.in_hbm.astype(np.uint8), U8),
             sizes=pack(facts.size_bytes, U32),
             hits=pack(facts.hits, U8),
             idle_s=pack(facts.idle_s, F64),

@@ -12,6 +12,7 @@ from kvstore.config.here import check_numa_node, check_nvme_place
 from kvstore.device import open_device
 from kvstore.errors import BadInputError, ConfigError, DeviceError
 from kvstore.logs import about
+from kvstore.native import numa
 from kvstore.offload import WritePolicy
 from kvstore.plan.placement import place
 from kvstore.prefix_index.index import PrefixIndex
@@ -105,7 +106,7 @@ def _dram_node(config: DaemonConfig) -> int | None:
     check_numa_node(config.numa_node)
     placement = place(config.numa_node)
     log.log(
-        logging.INFO if placement.node is not None else logging.DEBUG,
+        logging.INFO if len(numa.nodes()) > 1 else logging.DEBUG,
         "NUMA node of the DRAM tier: %s (%s)", "any" if placement.node is None else placement.node, placement.reason,
         extra=about("placement", node=placement.node, reason=placement.reason),
     )  # fmt: skip

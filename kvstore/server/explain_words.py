@@ -38,6 +38,7 @@ _UNWRITTEN = {
     Unwritten.QUEUE_FULL: "it had not been written to NVMe, as too much was waiting to be written",
     Unwritten.SUSPENDED: "it had not been written to NVMe, which was full, failing or stuck",
     Unwritten.UNSUITABLE: "blocks of this namespace can't lie on NVMe",
+    Unwritten.DECLINED: "it had not been written to NVMe, as it was taken for worth less than what is there",
 }
 _CONTENT = {
     Content.OTHER: "the same tokens are stored with another image or sound behind them",

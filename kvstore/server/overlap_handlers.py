@@ -71,5 +71,6 @@ def _reply(found: list[Overlap]) -> Reply:
             n_loading_tokens=counts(*[each.n_loading_tokens for each in found]),
             load_s=times(*[each.load_s for each in found]),
             load_error=times(*[each.load_error for each in found]),
+            n_hbm_tokens=counts(*[each.n_hbm_tokens for each in found]),
         )
     )

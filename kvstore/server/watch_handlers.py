@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError
-from kvstore.prefix_index.block_table import DRAM
+from kvstore.prefix_index.block_table import TIER_NAMES
 from kvstore.server.admin_handlers import filter_of, tenant_asked_for
 from kvstore.server.replies import Reply, Result
 from kvstore.server.session import Session
@@ -103,7 +103,7 @@ class WatchHandlers:
             message = pb.EventBatch(
                 time_s=batch.time_s,
                 kind=batch.kind,
-                tier="dram" if batch.tier == DRAM else "nvme",
+                tier=TIER_NAMES[batch.tier],
                 reason=batch.reason or "",
                 namespace=known.digest,
                 seqs=pack(at + batch.first_seq, U64),

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError
-from kvstore.prefix_index.block_table import COLD, DRAM, NVME, PART, STORED, Ids
+from kvstore.prefix_index.block_table import COLD, DRAM, HBM, NVME, PART, STORED, Ids
 from kvstore.prefix_index.explain import Explanation
 from kvstore.store.namespaces import Described, OpenNamespace, described
 from kvstore.store.requests import Prompt
@@ -107,6 +107,7 @@ class BlockFacts(NamedTuple):
     keys: NDArray[np.uint8]
     in_dram: NDArray[np.bool_]
     on_nvme: NDArray[np.bool_]
+    in_hbm: NDArray[np.bool_]
     size_bytes: NDArray[np.uint32]
     hits: NDArray[np.uint8]
     idle_s: NDArray[np.float64]
@@ -182,8 +183,9 @@ class Administration:
             table.key[at],
             index.resident(ids, DRAM),
             index.resident(ids, NVME),
+            index.resident(ids, HBM),
             table.size_bytes[at],
-            table.hits[at] if table.nvme else np.empty(0, np.uint8),
+            table.hits[at] if table.counts_hits else np.empty(0, np.uint8),
             self._store.clock.now_s() - table.last_use_s[at],
             table.refs[at],
         )

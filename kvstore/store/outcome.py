@@ -17,8 +17,8 @@ MISSES = {why: f"miss_blocks_{why}" for why in (NOT_FOUND, NOT_ASKED, *MISSED_BY
 class Outcome:
     """A prompt of ``n_rows`` blocks, of which ``n_blocks`` (``n_tokens`` tokens) can be used now.
 
-    ``n_nvme`` of these were read from NVMe for it, ``n_hbm`` are in HBM, for who reads there. ``n_unused`` more are stored, and ``why`` says what keeps them from
-    being used. ``max_blocks`` is what was asked for, 0 = all.
+    ``n_nvme`` of these were read from NVMe for it, ``n_hbm`` are in HBM, for who reads there. ``n_unused`` more are
+    stored, and ``why`` says what keeps them from being used. ``max_blocks`` is what was asked for, 0 = all.
     """
 
     n_rows: int

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvstore.load_time import LoadTime
 from kvstore.onboard import Part
-from kvstore.prefix_index.block_table import DRAM
+from kvstore.prefix_index.block_table import DRAM, HBM
 from kvstore.store.family import Families, FamilyPrompt
 from kvstore.store.namespaces import OpenNamespace, Stored
 from kvstore.store.requests import Prompt
@@ -30,7 +30,8 @@ COPIES_APART_S = 0.05
 @dataclass(frozen=True, slots=True)
 class Overlap:
     """Tokens of a prompt that are stored: ``n_dram_tokens`` in DRAM and ``n_nvme_tokens`` on NVMe only, together
-    ``n_tokens``; ``n_loading_tokens`` of the latter are on their way to DRAM already.
+    ``n_tokens``; ``n_loading_tokens`` of the latter are on their way to DRAM already. ``n_hbm_tokens`` of all have a
+    copy in HBM, too.
 
     In a hybrid namespace its full and MLA groups say where a token is; of a shard family a token is in DRAM if every
     shard has it there. ``load_s`` is how long it is expected to take, in seconds from asking for a lease, until all is
@@ -45,6 +46,7 @@ class Overlap:
     n_loading_tokens: int
     load_s: float
     load_error: float
+    n_hbm_tokens: int
 
 
 class _Loading(NamedTuple):
@@ -95,17 +97,19 @@ class Overlaps(Families):
         n = blocks.shape[1]
         not_in_last = block_tokens - partial_tokens if partial_tokens else 0
         n_tokens = n_dram = n * block_tokens - not_in_last
-        n_loading = 0
+        n_loading = n_hbm = 0
         missing = self._missing(loads) if self.hierarchy is not None and n else []
         copies = [(load.copy_times[bool(missing)], load.n_bytes) for load in loads]
         times = [max((copy.expected_s(n_bytes), copy.error) for copy, n_bytes in copies)]
+
+        def tokens_at(there: NDArray[np.bool_]) -> int:
+            in_all = np.all(there, axis=0)
+            return int(np.count_nonzero(in_all)) * block_tokens - (not_in_last if in_all[-1] else 0)
+
+        if self.hbm is not None and n:
+            n_hbm = tokens_at(self.index.resident(blocks, HBM))
         if self.hierarchy is not None and missing:
             onboarder = self.hierarchy.onboarder
-
-            def tokens_at(there: NDArray[np.bool_]) -> int:
-                in_all = np.all(there, axis=0)
-                return int(np.count_nonzero(in_all)) * block_tokens - (not_in_last if in_all[-1] else 0)
-
             here = self.index.resident(blocks, DRAM)
             n_dram = tokens_at(here)
             n_loading = tokens_at(here | onboarder.are_under_way(blocks)) - n_dram
@@ -113,7 +117,7 @@ class Overlaps(Families):
         load_s = sum(took_s for took_s, _ in times)
         log_error = sum(took_s * math.log(error) for took_s, error in times if took_s < math.inf)
         error = math.exp(log_error / load_s) if load_s else 1.0
-        return Overlap(n_tokens, n_dram, n_tokens - n_dram, n_loading, load_s, error)
+        return Overlap(n_tokens, n_dram, n_tokens - n_dram, n_loading, load_s, error, n_hbm)
 
     def _missing(self, loads: Sequence[_Loading]) -> list[Part]:
         """What of these is not in DRAM."""

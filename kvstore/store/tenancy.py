@@ -7,11 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore.facts import TenantTier
-from kvstore.prefix_index.block_table import DRAM, NVME
+from kvstore.prefix_index.block_table import DRAM, HBM, NVME, TIER_NAMES
 from kvstore.prefix_index.shares import nominal_bytes
 from kvstore.store.store import Store
-
-TIER_NAMES = {DRAM: "dram", NVME: "nvme"}
 
 
 class TenantFacts(NamedTuple):
@@ -36,6 +34,8 @@ def tenant_facts(store: Store) -> list[TenantFacts]:
     capacities = {DRAM: store.dram.capacity_bytes}
     if store.hierarchy is not None:
         capacities[NVME] = int(store.hierarchy.nvme.stats()["live_capacity_bytes"])
+    if store.hbm is not None:
+        capacities[HBM] = store.hbm.tier.capacity_bytes
     due = {tier: nominal_bytes(tenants, tier, capacity) for tier, capacity in capacities.items()}
     no_quota = np.iinfo(np.int64).max
     found = []

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.prefix_index.block_table import NO_PARENT, At
+from kvstore.prefix_index.block_table import DRAM, NO_PARENT, NVME, At
 from kvstore.prefix_index.policies.hazard_ages import Floats
 from kvstore.prefix_index.policies.hazard_books import Books, Piece, Span, is_short_end, known_spans
 from kvstore.prefix_index.policies.hazard_costs import PlaceCosts, log_costs
@@ -161,7 +161,7 @@ class HazardPolicy(EvictionPolicy):
             ranks.append(self._books.rank_of_new(piece.stratum, young, old, number, said))
         counts = [piece.n for piece in pieces]
         of_block: Floats = np.repeat(ranks, counts)
-        if use.attention_doubling_tokens and not self._books.follows_lru:
+        if use.attention_doubling_tokens and not self._books.follows_lru and not self.table.nvme:
             of_block += log_costs(np.arange(depth, depth + n), counts, use)
         return of_block
 
@@ -197,7 +197,7 @@ class HazardPolicy(EvictionPolicy):
         self._books.forget(self._ghosts.add(self.table.key[ids], self._run_of[ids].astype(np.int64)))
 
     def rank(self, ids: At, tier: int) -> Floats:
-        ranks = self._with_costs(ids, self._books.ranks_of_blocks(self._run_of[ids].astype(np.int64)))
+        ranks = self._with_costs(ids, self._books.ranks_of_blocks(self._run_of[ids].astype(np.int64)), tier)
         if self._any_demoted:
             demoted = self._is_demoted[ids]
             ranks[demoted] = self.table.ranks(tier)[ids[demoted]]
@@ -303,7 +303,7 @@ class HazardPolicy(EvictionPolicy):
         of_block = np.repeat(np.array(opened.runs, np.int32), opened.counts)
         still = self._run_of[opened.ids] == of_block
         ids, ranks = opened.ids[still], np.repeat(self._books.ranks_of_used(opened.runs), opened.counts)[still]
-        self.set_ranks(ids, self._with_costs(ids, ranks))
+        self._rank_in_tiers(ids, ranks)
 
     def _insert_unknown(self, ids: At, use: Use) -> None:
         """Blocks of several paths that are there from before, parents first: nothing is known of their uses."""
@@ -326,15 +326,23 @@ class HazardPolicy(EvictionPolicy):
             self._costs.note(ids, self._depth[ids], counts, use, len(self._depth))
         if len(runs) == 1:
             self._run_of[ids] = runs[0]
-            self.set_ranks(ids, self._with_costs(ids, ranks[0]))
+            self._rank_in_tiers(ids, ranks[0])
         else:
             self._run_of[ids] = np.repeat(np.array(runs, np.int32), counts)
-            self.set_ranks(ids, self._with_costs(ids, np.repeat(ranks, counts)))
+            self._rank_in_tiers(ids, np.repeat(ranks, counts))
         return min(ranks)
 
-    def _with_costs(self, ids: At, ranks: R) -> R | Floats:
-        """Ranks of blocks by their runs, and by what computing the blocks again costs. LRU asks for no cost."""
-        return ranks if self._books.follows_lru or not self._costs.are_known else ranks + self._costs.of(ids)
+    def _rank_in_tiers(self, ids: At, ranks: float | Floats) -> None:
+        """Put ranks by runs in force."""
+        for tier in self.tiers:
+            self.table.ranks(tier)[ids] = self._with_costs(ids, ranks, tier)
+
+    def _with_costs(self, ids: At, ranks: R, tier: int) -> R | Floats:
+        """Ranks of blocks by their runs, and by what computing the blocks again costs if the tier is the last one: what
+        leaves another comes back by a load, which costs the same at any place. LRU asks for no cost."""
+        if self._books.follows_lru or not self._costs.are_known or tier != (NVME if self.table.nvme else DRAM):
+            return ranks
+        return ranks + self._costs.of(ids)
 
     def _learn(self) -> None:
         """Take a new model if one is ready, have one made if it is due, and follow whoever does better.

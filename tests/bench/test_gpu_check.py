@@ -31,7 +31,7 @@ def outcomes(found: dict[str, Any]) -> dict[str, str]:
 
 
 def test_facts_rates_the_daemons_memory_and_another_process(tmp_path: Path) -> None:
-    steps = ("facts", "bandwidth", "arena", "staged", "ipc")
+    steps = ("facts", "bandwidth", "arena", "staged", "ipc", "together")
     found = check_simulated(tmp_path, *steps)
     reasons = {name: each["reason"] for name, each in found["steps"].items()}
     assert outcomes(found) == dict.fromkeys(steps, "passed"), reasons
@@ -41,6 +41,7 @@ def test_facts_rates_the_daemons_memory_and_another_process(tmp_path: Path) -> N
     assert figures["arena"]["registered_bytes"] >= figures["arena"]["bytes"] > 0
     assert [row["piece_bytes"] for row in figures["staged"]["rows"]] == [16 << 10, 64 << 10]
     assert figures["ipc"]["bytes"] > 0
+    assert len(figures["together"]["alone_gb_per_s"]) == 2
     assert found["passed"]
     assert found["wanted"]
     assert all(each["passed"] is None for each in found["wanted"]), "rates without a GPU are not judged"

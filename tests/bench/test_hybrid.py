@@ -106,8 +106,8 @@ def test_a_full_daemon_gives_back_no_wrong_byte(start_daemon: Callable[..., str]
 def test_what_comes_from_nvme_is_what_was_stored(
     start_daemon: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What waits to be written is held in DRAM: so that nothing is skipped for it, however slow the disk is, that is what
-    # one request has stored at most, and the longest fits.
+    # What waits to be written is held in DRAM: that is what one request has stored at most, and the longest fits. So
+    # nothing is skipped, however slow the disk is.
     monkeypatch.setattr(hybrid, "DURABLE_EVERY", 1)
     chosen = options("gpt-oss", dram_percent=30.0, nvme_percent=100.0)
     workload = chosen.load()

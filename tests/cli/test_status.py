@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.cli.status import grouped, hit_ratios, shown, summary
+from kvstore.cli.status import grouped, hit_ratios, miss_reasons, shown, summary
 
 
 def test_each_number_stands_in_one_group_and_groups_without_any_are_left_out() -> None:
@@ -66,3 +66,11 @@ def test_the_summary_tells_what_is_wrong() -> None:
     assert dict(groups["DRAM tier"])["memory failure"] == "no memory"
     assert dict(groups["NVMe tier"])["health"] == "full, writes pause, a read is stuck"
     assert dict(groups["NVMe tier"])["writes skipped, failed"] == "5, 0"
+
+
+def test_why_prompts_miss_in_a_few_words() -> None:
+    assert miss_reasons(DRAM_ONLY) == "none"
+    counted = {"evicted_dram": 60.0, "differs": 30.0, "new": 8.0, "longer": 2.0, "quota": 0.0}
+    stats = {f"missed_lookups_{name}": n for name, n in counted.items()}
+    assert miss_reasons(DRAM_ONLY | stats) == "60% evicted dram, 30% differs, 8% new"
+    assert dict(dict(summary(DRAM_ONLY | stats))[""])["first block missing of the others"].startswith("60%")

@@ -12,6 +12,7 @@ import pytest
 from kvstore.client import Client
 
 
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # Python says the same of what is below it
 def test_a_client_that_is_never_closed_is_logged(
     daemon: Any, caplog: pytest.LogCaptureFixture, wait_until: Callable[[Callable[[], bool], str], None]
 ) -> None:

@@ -126,14 +126,14 @@ def test_pins_end_with_their_client(serve: Any, wait_until: Any) -> None:
 
 def test_pins_are_bounded_in_number_too(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pins, "PINS_PER_TENANT_MAX", 3)
-    monkeypatch.setattr(pins, "PIN_ENTRIES_PER_TENANT_MAX", 10)
+    monkeypatch.setattr(pins, "PIN_ENTRIES_PER_TENANT_MAX", 12)
     place = serve()
     with place.connect() as client, place.connect() as other:
         ns, again = client.open(Namespace("m", SPEC)), other.open(Namespace("m", SPEC))
         put(ns, 8)
         first = ns.pin(tokens(8))
-        with pytest.raises(BadInputError, match="has 1 pins of 8 blocks in all, the most are 3 of 10"):
-            again.pin(tokens(8)[: 3 * BLOCK_TOKENS])
+        with pytest.raises(BadInputError, match="has 1 pins of 8 blocks in all, the most are 3 of 12"):
+            again.pin(tokens(8)[: 5 * BLOCK_TOKENS])
         again.pin(tokens(8)[:BLOCK_TOKENS])
         again.pin(tokens(8)[:BLOCK_TOKENS])
         with pytest.raises(BadInputError, match="has 3 pins of 10 blocks in all"):

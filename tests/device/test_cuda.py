@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -232,7 +233,10 @@ def test_a_batch_is_one_call_where_the_driver_has_it(stand_in: Driver) -> None:
     assert stand_in.names() == ["cudaMemcpyAsync"] * 2
 
 
-def test_a_kernel_is_compiled_once_and_given_its_values(stand_in: Driver) -> None:
+def test_a_kernel_is_compiled_once_and_given_its_values(
+    stand_in: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device = CudaDevice()
     kernel = KERNELS["kv_copy_runs"]
     arguments = tuple(each.dtype.type(i + 1) for i, each in enumerate(kernel.parameters))
@@ -248,7 +252,13 @@ def test_a_kernel_is_compiled_once_and_given_its_values(stand_in: Driver) -> Non
     for _ in range(2):
         device.launch("kv_copy_runs", (2, 1, 1), (64, 1, 1), arguments, 5)
     assert seen == [[argument.tobytes() for argument in arguments]] * 2
+    (kept,) = (tmp_path / "kvstore" / "kernels").iterdir()
+    assert ("cuModuleLoadData", (kept.read_bytes(),)) in stand_in.calls
     assert stand_in.names() == ["cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel", "cuLaunchKernel"]
+    kept.write_bytes(b"as it was kept")
+    device._kernels = cuda_kernels.CudaKernels((9, 0))
+    device.launch("kv_copy_runs", (2, 1, 1), (64, 1, 1), arguments, 5)
+    assert ("cuModuleLoadData", (b"as it was kept",)) in stand_in.calls
     with pytest.raises(BadInputError, match="no kernel"):
         device.launch("none", (1, 1, 1), (1, 1, 1), (), 5)
 

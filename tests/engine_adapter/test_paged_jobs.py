@@ -62,11 +62,11 @@ class StoppedAtLayer(PagedStore):
         super().__init__(*args, **settings)
         self.layer, self.there, self.go = layer, threading.Event(), threading.Event()
 
-    def _load_layer(self, job: LoadJob, layer: int, *args: Any) -> None:
+    def _load_layer(self, job: LoadJob, layer: int, *args: Any) -> bool:
         if layer == self.layer:
             self.there.set()
             assert self.go.wait(FAR_S)
-        super()._load_layer(job, layer, *args)
+        return super()._load_layer(job, layer, *args)
 
 
 def test_layers_are_ready_one_by_one_and_nothing_is_touched_after_a_cancel(

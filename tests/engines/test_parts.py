@@ -16,19 +16,25 @@ import pytest
 import torch
 
 from kvstore.clock import ManualClock
+from kvstore.device.pinned import PinnedBuffer
+from kvstore.device.simulated import SimulatedDevice
 from kvstore.engine_adapter.block_layout import BlockLayout
 from kvstore.engine_adapter.counters import SharedCounters
+from kvstore.engine_adapter.gpu.choice import Choice, Route, unmeasured
+from kvstore.engine_adapter.gpu.mover import DeviceMover
+from kvstore.engine_adapter.moving import Moves
 from kvstore.engine_adapter.vllm.breaker import SLOW_MAX, Breaker
 from kvstore.engine_adapter.vllm.guard import Guard
 from kvstore.engine_adapter.vllm.jobs import LoadJob, SaveJob
 from kvstore.engine_adapter.vllm.loras import LoraIdentities
 from kvstore.engine_adapter.vllm.options import Options
 from kvstore.engine_adapter.vllm.orders import LoadOrder, SaveOrder, WorkerReport
-from kvstore.engine_adapter.vllm.paged import DevicePaged, HostPaged
+from kvstore.engine_adapter.vllm.paged import DevicePaged, MoverPaged, Paged, paged
 from kvstore.engine_adapter.vllm.prompts import RequestPrompt
 from kvstore.engine_adapter.vllm.shapes import LayerPages, layer_pages
 from kvstore.engine_adapter.vllm.stats import COUNTERS, KVStoreStats, Reporter
 from kvstore.errors import BadInputError, ConfigError
+from kvstore.native.mapping import bytes_at
 from kvstore.types import ExtraKey, KVGroup, KVSpec, Namespace, Root
 from tests.engines.conftest import DaemonProcess, tokens
 
@@ -164,27 +170,87 @@ def layout_of(layers: list[LayerPages]) -> BlockLayout:
     return BlockLayout.of(KVSpec(BLOCK_TOKENS, groups))
 
 
-@pytest.mark.parametrize("kind", [HostPaged, DevicePaged])
+def going() -> bool:
+    return True
+
+
+def on_host(layers: list[LayerPages]) -> Paged:
+    return paged(layers, layout_of(layers), 1, None)
+
+
+class OnSimulatedDevice(MoverPaged):
+    """Copies to and from pages on the simulated device, which go up before each job and come back after it."""
+
+    def __init__(self, layers: list[LayerPages], layout: BlockLayout) -> None:
+        self._device = SimulatedDevice(total_bytes=64 << 20)
+        self._tensors = [layer.tensor for layer in layers]
+        whole = [tensor.untyped_storage() for tensor in self._tensors]
+        self._memory = {
+            storage.data_ptr(): (self._device.malloc(storage.nbytes()), storage.nbytes()) for storage in whole
+        }
+        moved = []
+        for layer, storage in zip(layers, whole, strict=True):
+            there, _ = self._memory[storage.data_ptr()]
+            moved.append(dataclasses.replace(layer, address=layer.address - storage.data_ptr() + there))
+        self._engine = self._device.stream()
+        self._buffers: list[PinnedBuffer] = []
+        super().__init__(moved, layout, DeviceMover(self._device, choice=only_direct()), lambda: self._engine)
+
+    def move(self, *, up: bool) -> None:
+        """All the memory, on the engine's stream; nobody waits for it on the way up."""
+        for here, (there, n_bytes) in self._memory.items():
+            buffer = PinnedBuffer(self._device, n_bytes)
+            self._buffers.append(buffer)  # which what is queued goes on using
+            torch_bytes = bytes_at(here, n_bytes)
+            if up:
+                buffer.array[:] = torch_bytes
+                self._device.copy(there, buffer.address, n_bytes, self._engine)
+                continue
+            self._device.copy(buffer.address, there, n_bytes, self._engine)
+            self._device.sync_stream(self._engine)
+            torch_bytes[:] = buffer.array
+
+
+def only_direct() -> Choice:
+    return dataclasses.replace(unmeasured(), only=(Route.DIRECT,))
+
+
+def on_torch_device(layers: list[LayerPages]) -> Paged:
+    return DevicePaged(layers, layout_of(layers), 1)
+
+
+def on_simulated_device(layers: list[LayerPages]) -> Paged:
+    return OnSimulatedDevice(layers, layout_of(layers))
+
+
+@pytest.mark.parametrize("kind", [on_host, on_torch_device, on_simulated_device])
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
 def test_pages_go_to_the_store_and_back_into_other_blocks(order: str, kind: Any) -> None:
     layers = layers_of(order)
     layout = layout_of(layers)
-    paged = kind(layers, layout, 1)
+    paged = kind(layers)
     before = [layer.tensor.clone() for layer in layers]
     store = np.zeros((4, layout.parts[0].block_bytes), np.uint8)
     slots = np.int64(store.ctypes.data) + np.arange(4) * layout.parts[0].block_bytes
     taken, given = np.array([7, 2, 3, 11]), np.array([5, 6, 0, 9])
+    if isinstance(paged, OnSimulatedDevice):
+        paged.move(up=True)
+    moves = paged.saving()
     for number in range(3):
-        paged.wait(paged.mark())
-        paged.save(number, slots, taken)
+        assert paged.save(number, slots, taken, moves, going)
+    moves.settle()
     # A block of the store has layer after layer, and a page in it the order of the engine's memory.
     axes = [axis for axis in order if axis not in "LB"]
     for i, block in enumerate(taken):
         for number, tensor in enumerate(before):
             page = tensor[block].permute(["HNC".index(axis) for axis in axes]).contiguous()
             assert (store[i].reshape(3, -1)[number] == page.numpy().view(np.uint8).reshape(-1)).all()
+    moves = paged.loading()
     for number in range(3):
-        paged.load(number, slots, given)
+        assert paged.load(number, slots, given, moves, going)
+    moves.settle()
+    if isinstance(paged, OnSimulatedDevice):
+        paged.move(up=False)
     for layer, tensor in zip(layers, before, strict=True):
         expected = tensor.clone()
         expected[torch.from_numpy(given)] = tensor[torch.from_numpy(taken)]
@@ -200,27 +266,32 @@ def test_layouts_that_cut_a_block_into_pieces_are_refused(order: str) -> None:
 class Gate:
     """Copies that stop at a gate: for tests of what happens meanwhile."""
 
-    def __init__(self, paged: HostPaged, layer: int) -> None:
+    def __init__(self, paged: Paged, layer: int) -> None:
         self._paged, self._layer = paged, layer
         self.reached, self.opened = threading.Event(), threading.Event()
         self.copied: list[int] = []
 
-    def _copy(self, copy: Callable[..., None], number: int, *rest: Any) -> None:
+    def _copy(self, copy: Callable[..., bool], number: int, *rest: Any) -> bool:
         if number == self._layer:
             self.reached.set()
             assert self.opened.wait(60)
-        copy(number, *rest)
         self.copied.append(number)
+        return copy(number, *rest)
 
-    def load(self, layer: int, *rest: Any) -> None:
-        self._copy(self._paged.load, layer, *rest)
+    def load(self, layer: int, *rest: Any) -> bool:
+        return self._copy(self._paged.load, layer, *rest)
 
-    def save(self, layer: int, *rest: Any) -> None:
-        self._copy(self._paged.save, layer, *rest)
+    def save(self, layer: int, *rest: Any) -> bool:
+        return self._copy(self._paged.save, layer, *rest)
 
-    def mark(self) -> None: ...
+    def loading(self) -> Moves:
+        return self._paged.loading()
 
-    def wait(self, mark: Any) -> None: ...
+    def saving(self) -> Moves:
+        return self._paged.saving()
+
+    def stream(self) -> int | None:
+        return self._paged.stream()
 
 
 def namespace_of(layers: list[LayerPages]) -> Namespace:
@@ -231,11 +302,11 @@ def namespace_of(layers: list[LayerPages]) -> Namespace:
 def test_a_save_that_is_cancelled_touches_nothing_more_and_is_not_visible(daemon: DaemonProcess) -> None:
     layers = layers_of("LBHNC")
     namespace = namespace_of(layers)
-    gate = Gate(HostPaged(layers, BlockLayout.of(namespace.spec), 1), layer=1)
+    gate = Gate(on_host(layers), layer=1)
     ids = np.array(tokens(16, 1), np.uint32)
     with daemon.client() as client:
         handle = client.open(namespace)
-        job = SaveJob(SaveOrder("r", ids, Root(), (), 0, ((3, 4),)), "", layers, None)
+        job = SaveJob(SaveOrder("r", ids, Root(), (), 0, ((3, 4),)), "", layers)
         saving = threading.Thread(target=job.run, args=(lambda _: handle, gate, 30.0))
         saving.start()
         assert gate.reached.wait(60)
@@ -250,7 +321,7 @@ def test_a_save_that_is_cancelled_touches_nothing_more_and_is_not_visible(daemon
         assert (job.over, job.reason, job.n_stored) == (True, "preempted", 0)
         assert gate.copied == [0, 1]
         assert handle.match(ids).n_blocks == 0
-        again = SaveJob(SaveOrder("r", ids, Root(), (), 0, ((3, 4),)), "", layers, None)
+        again = SaveJob(SaveOrder("r", ids, Root(), (), 0, ((3, 4),)), "", layers)
         again.run(lambda _: handle, gate, 30.0)
         assert (again.reason, again.n_stored, handle.match(ids).n_blocks) == ("", 2, 2)
 
@@ -258,7 +329,7 @@ def test_a_save_that_is_cancelled_touches_nothing_more_and_is_not_visible(daemon
 def test_a_load_is_good_only_if_its_lease_still_holds_at_the_end(daemon: DaemonProcess) -> None:
     layers = layers_of("LBHNC")
     namespace = namespace_of(layers)
-    paged = HostPaged(layers, BlockLayout.of(namespace.spec), 1)
+    paged = on_host(layers)
     ids = np.array(tokens(16, 1), np.uint32)
     with daemon.client() as client, daemon.client() as scheduler:
         family = scheduler.open_family([namespace])

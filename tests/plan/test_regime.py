@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -226,3 +227,20 @@ def test_more_reads_never_speak_for_reading_in_place(facts: Facts, case: Case, m
     if few_reads is not None and few_reads.action is Action.STAGED:
         assert many_reads is not None
         assert many_reads.action is Action.STAGED
+
+
+def test_noise_around_a_tie_does_not_make_it_flap() -> None:
+    """Two ways of the same rate, transfers off by up to a tenth: whatever was chosen first stays."""
+    clock, dice = ManualClock(), random.Random(3)
+    rates = calibration({Way.BATCH: [20.0] * 3, Way.KERNEL: [20.0] * 3}, clock)
+    advisor, case, chosen = Advisor(rates, Facts()), Case(64 * MIB, MIB, reads_per_byte=5), []
+    for _ in range(500):
+        option = advisor.recommend(case).option
+        assert option is not None
+        assert option.way is not None
+        chosen.append(option.way)
+        curve = rates.table.curve(Direction.LOAD, option.way)
+        assert curve is not None
+        rates.observe(Direction.LOAD, option.way, MIB, 64, curve.expected_s(MIB, 64) * dice.uniform(0.9, 1.1))
+        clock.advance(0.5)
+    assert len(set(chosen)) == 1

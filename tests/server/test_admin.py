@@ -280,6 +280,7 @@ def test_a_session_of_another_host_may_not_ask_for_all_tenants(daemon: Any) -> N
     assert "on its machine" in ask(Method.CLEAR, pb.ClearRequest(all_tenants=True, everything=True))
     assert "on its machine" in ask(Method.CLAIMS, pb.ClaimsRequest(all_tenants=True))
     assert ask(Method.CLAIMS, pb.ClaimsRequest()) == "answered"
+    assert "on its machine" in ask(Method.EXPLAIN, pb.ExplainRequest(other_salts=True))
 
 
 def test_a_hybrid_namespace_is_cleared_with_all_its_parts(two_tiers: Any, client: Client) -> None:

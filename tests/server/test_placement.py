@@ -25,7 +25,7 @@ needs_numa = pytest.mark.skipif(numa.nodes() == (), reason="this kernel tells of
 def test_memory_comes_from_the_node_that_the_setting_comes_to(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "kvstore.server")
+    caplog.set_level(logging.DEBUG, "kvstore.server")
     node = numa.nodes()[0]
     asked: list[str] = []
     preferred: list[int] = []

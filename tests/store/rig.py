@@ -15,6 +15,7 @@ from kvstore.lease import Reservation
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.policies import make_policy
 from kvstore.prefix_index.rows import RowPath
+from kvstore.store.hbm import HbmSetup
 from kvstore.store.hierarchy import WriteBehind
 from kvstore.store.namespaces import OpenNamespace
 from kvstore.store.requests import Commit, LeaseLimits, Prompt
@@ -40,14 +41,15 @@ class Rig:
         clock: ManualClock | None = None,
         nvme: NvmeTier | None = None,
         write: WriteBehind | None = None,
+        hbm: HbmSetup | None = None,
     ) -> None:
         self.clock = clock or ManualClock(1000.0)
         self.dram = DramTier(capacity_bytes, region_bytes, starter_bytes, prefault=False)
-        index = PrefixIndex(make_policy("lru"), reserve_blocks=64, nvme=nvme is not None)
+        index = PrefixIndex(make_policy("lru"), reserve_blocks=64, nvme=nvme is not None, hbm=hbm is not None)
         limits = limits or LeaseLimits(10.0, 100.0)
         pins = PinOptions(ANY_BYTES, ANY_BYTES, limits.default_s, limits.max_s)
         self.store = Store(
-            index, self.dram, self.clock, limits, region_bytes, nvme, write, history_blocks=256, pins=pins
+            index, self.dram, self.clock, limits, region_bytes, nvme, write, history_blocks=256, pins=pins, hbm=hbm
         )
 
     def close(self) -> None:

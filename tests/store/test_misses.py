@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstore.hints import Hints
 from kvstore.prefix_index.history import Left
 from kvstore.store import misses
 from kvstore.store.misses import Ending
-from tests.store.rig import Rig
+from tests.store.families import Family
+from tests.store.hybrid_rig import LAYOUTS, HybridRig
+from tests.store.rig import KIB, Rig
 from tests.store.two_tier import TwoTierRig
 
 ALICE, BOB = 1, 2
@@ -111,6 +114,30 @@ def test_the_history_is_looked_through_once_a_second(rig: Rig) -> None:
     rig.clock.advance(0.5)
     rig.store.tick()
     assert rig.count("missed_lookups_new") == 2
+
+
+def test_a_part_that_a_hybrid_model_needs(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(capacity_bytes=400 * KIB, region_bytes=64 * KIB, starter_bytes=16 * KIB)
+    it, layout = HybridRig(rig), LAYOUTS[1]
+    tokens = tuple(range(24))
+    it.put(ALICE, layout, tokens, 0)
+    look(rig, it.prompt(layout, tokens))
+    look(rig, it.prompt(layout, tuple(range(100, 124))))
+    assert counts(rig) == {Ending.PARTS: 1, Ending.NEW: 1}
+
+
+def test_a_family_by_the_shard_that_has_least(rig: Rig) -> None:
+    family = Family(rig)
+    prompt = family.rows(4, 1)
+    first, second = prompt.shards
+    rig.put(ALICE, first)
+    rig.put(BOB, second, n_blocks=2)
+    rig.store.release(BOB, rig.store.family_lease(BOB, prompt).id)
+    assert counts(rig) == {Ending.LONGER: 1}
+    rig.store.requests.watched(first.namespace.ordinal, rig.clock.now_s())
+    rig.store.release(BOB, rig.store.family_lease(BOB, prompt).id)
+    (looked,) = rig.store.requests.after(first.namespace.ordinal, 0, 1 << 10).requests
+    assert np.array_equal(looked.keys, first.path.keys(first.root_key).view(np.uint64)[:, 0])
 
 
 def replace_hints(prompt: Any, **hints: Any) -> Any:

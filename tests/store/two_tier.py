@@ -11,6 +11,7 @@ from typing import Self
 from kvstore.clock import ManualClock
 from kvstore.compression.frame import inspect, verify_frame
 from kvstore.lease import Lease
+from kvstore.store.hbm import HbmSetup
 from kvstore.store.hierarchy import WriteBehind
 from kvstore.store.requests import LeaseLimits, Prompt
 from kvstore.tiers.nvme.crash import CrashFiles, Mode
@@ -61,7 +62,12 @@ class TwoTierRig(Rig):
     """``files`` takes orders for faults. ``jobs`` are run when a test says so."""
 
     def __init__(
-        self, directory: Path, settings: Settings | None = None, clock: ManualClock | None = None, seed: int = 0
+        self,
+        directory: Path,
+        settings: Settings | None = None,
+        clock: ManualClock | None = None,
+        seed: int = 0,
+        hbm: HbmSetup | None = None,
     ) -> None:
         self.directory = directory
         self.settings = settings or Settings()
@@ -79,7 +85,7 @@ class TwoTierRig(Rig):
         )  # fmt: skip
         super().__init__(
             sizes.dram_bytes, sizes.region_bytes, sizes.starter_bytes, self.settings.limits, clock, self.nvme,
-            self.settings.write,
+            self.settings.write, hbm,
         )  # fmt: skip
         self.jobs = JobRunner(self.store)
         self.ended = False

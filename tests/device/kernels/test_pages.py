@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -162,12 +162,19 @@ def test_a_bound_is_never_below_the_score_of_a_key_of_the_page(arena: Arena) -> 
     assert np.all(got >= true - 1e-3 * np.abs(true))
 
 
-def test_what_cannot_be_scored_is_refused(arena: Arena) -> None:
+def test_what_cannot_be_scored_or_summarized_is_refused(arena: Arena) -> None:
     pages = PageSummaries(0, 0, 3, 1, 64, "float8_e4m3")
     with pytest.raises(BadInputError, match="'float8_e4m3' have no summaries; float16, bfloat16, float32 have"):
         score_pages(arena.device, pages, 0, 1, 0, arena.stream)
-    large: dict[str, Any] = {"low": 0, "high": 0, "n_pages": 3, "heads": 1, "dtype": "float16"}
+    pages = replace(pages, dtype="float16")
     with pytest.raises(BadInputError, match="head_dim is 20000"):
-        score_pages(arena.device, PageSummaries(head_dim=20_000, **large), 0, 1, 0, arena.stream)
+        score_pages(arena.device, replace(pages, head_dim=20_000), 0, 1, 0, arena.stream)
     with pytest.raises(BadInputError, match="queries_per_head is 0"):
-        score_pages(arena.device, PageSummaries(head_dim=64, **large), 0, 0, 0, arena.stream)
+        score_pages(arena.device, pages, 0, 0, 0, arena.stream)
+    with pytest.raises(BadInputError, match="2147483649 pages are too many"):
+        score_pages(arena.device, replace(pages, n_pages=2**31 + 1), 0, 1, 0, arena.stream)
+    keys = KeyPages(0, 0, 2**30, 8, 64, "float16", 1024, 128)
+    with pytest.raises(BadInputError, match="channels are too many for one launch"):
+        summarize_pages(arena.device, keys, arena.stream)
+    with pytest.raises(BadInputError, match="kv_page_score_float16 has a grid of"):
+        score_pages(arena.device, replace(pages, heads=1 << 16), 0, 1, 0, arena.stream)

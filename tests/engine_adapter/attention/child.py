@@ -97,7 +97,7 @@ def from_another_process(
     return [part.output.tolist(), part.lse.tolist()]
 
 
-def planted(old: str, new: str, asked: str, arguments: dict[str, Any]) -> str:
+def planted(old: str, new: str, asked: str, arguments: dict[str, Any]) -> Any:
     """What a check says of the kernels with one piece of their source replaced."""
     source = Path(kernels.__file__).read_text()
     assert source.count(old) == 1, f"{old!r} is there {source.count(old)} times"
@@ -109,11 +109,12 @@ def planted(old: str, new: str, asked: str, arguments: dict[str, Any]) -> str:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        launch.kernels, right = module, launch.kernels
+        right = kernels.decode_split, kernels.merge_splits
+        kernels.decode_split, kernels.merge_splits = module.decode_split, module.merge_splits
         try:
-            return str(CHECKS[asked](**arguments))
+            return CHECKS[asked](**arguments)
         finally:
-            launch.kernels = right
+            kernels.decode_split, kernels.merge_splits = right
 
 
 def _scene(seed: int, n_tokens: list[int], mapped: bool = False, **scene: Any) -> Scene:
@@ -131,22 +132,36 @@ def _between_canaries(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def compiled(
-    arch: int, dtype: str, group: int, key_dim: int, latent_value_dim: int = 0, page_tokens: int = 16, **options: bool
+    arch: int,
+    dtype: str,
+    group: int,
+    key_dim: int,
+    latent_value_dim: int = 0,
+    page_tokens: int = 16,
+    is_aligned: bool = True,
+    has_sinks: bool = False,
+    tiling: list[int] | None = None,
 ) -> dict[str, int]:
     """``decode_split`` for one kind of GPU, as ptxas reports on it: bytes spilled, registers, and loads by width."""
-    value_dim = latent_value_dim or key_dim
-    layout = PageLayout(scenes.DTYPES[dtype], page_tokens, 2, key_dim, value_dim, 2 * key_dim, key_dim, 0)
-    if not latent_value_dim:
-        layout = PageLayout(scenes.DTYPES[dtype], page_tokens, 2, key_dim, value_dim, 2 * key_dim, key_dim, 1 << 33)
-    given = {"is_aligned": True, "has_sinks": False} | options
-    fixed = launch.constants(layout, group, as_float32=dtype == "float32", **given)
-    types = POINTERS | {"q": f"*{TYPES[layout.dtype]}", "scale_log2": "fp32"} | dict.fromkeys(STRIDES, "i64")
-    aligned = [
-        *(name for name, kind in types.items() if kind.startswith("*")),
-        *(STRIDES if given["is_aligned"] else ()),
-    ]
+    layout = PageLayout(
+        scenes.DTYPES[dtype],
+        page_tokens,
+        kv_heads=2,
+        key_dim=key_dim,
+        value_dim=latent_value_dim or key_dim,
+        token_stride=2 * key_dim,
+        head_stride=key_dim,
+        value_offset=0 if latent_value_dim else 1 << 33,
+    )
+    is_float32 = dtype == "float32"
+    fixed = launch.constants(layout, group, is_aligned=is_aligned, has_sinks=has_sinks, as_float32=is_float32)
     chosen = launch.tiling(layout, group)
-    return _compile(kernels.decode_split, types, fixed, aligned, arch, chosen.n_warps, launch.N_STAGES)
+    if tiling is not None:
+        chosen = launch.Tiling(*tiling)
+        fixed |= {"block_heads": chosen.block_heads, "block_tokens": chosen.block_tokens}
+    types = POINTERS | {"q": f"*{TYPES[layout.dtype]}", "scale_log2": "fp32"} | dict.fromkeys(STRIDES, "i64")
+    divisible = [name for name, kind in types.items() if kind.startswith("*")] + list(STRIDES if is_aligned else ())
+    return _compile(kernels.decode_split, types, fixed, divisible, arch, chosen.n_warps, launch.N_STAGES)
 
 
 def compiled_merge(arch: int, value_dim: int, splits: int) -> dict[str, int]:
@@ -157,14 +172,14 @@ def compiled_merge(arch: int, value_dim: int, splits: int) -> dict[str, int]:
 
 
 def _compile(
-    kernel: Any, types: dict[str, str], fixed: dict[str, Any], aligned: list[str], arch: int, warps: int, stages: int
+    kernel: Any, types: dict[str, str], fixed: dict[str, Any], divisible: list[str], arch: int, warps: int, stages: int
 ) -> dict[str, int]:
     names = kernel.arg_names
     signature = {name: "constexpr" if name in fixed else types[name] for name in names}
-    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     built = triton.compile(
-        ASTSource(kernel, signature, fixed, divisible), target=GPUTarget("cuda", arch, 32), options=options
+        ASTSource(kernel, signature, fixed, attributes), target=GPUTarget("cuda", arch, 32), options=options
     )
     assert built.asm["cubin"][:4] == b"\x7fELF"
     return _resources(built.asm["ptx"], arch) | {"shared_bytes": built.metadata.shared}

@@ -116,8 +116,8 @@ def test_pages_that_another_process_wrote(interpreter: Child, shared_file: Path)
 
 
 PLANTED = {
-    "a wrong stride": ("rows + kv_head.to(tl.int64) * head_stride", "rows + kv_head.to(tl.int64) * token_stride"),
-    "K for V": ("_hinted(rows + value_offset, is_aligned)", "rows"),
+    "a wrong stride": ("rows += kv_head.to(tl.int64) * head_stride", "rows += kv_head.to(tl.int64) * token_stride"),
+    "K for V": ("value_rows = rows + value_offset", "value_rows = rows + 0"),
     "a missing term of the lse": ("(most + tl.log2(divisor))", "tl.log2(divisor)"),
     "a lse of another base": (" * 0.6931471805599453", ""),
     "an output that was not scaled down": ("output = output * faded[:, None]", "output = output"),

@@ -139,9 +139,17 @@ def test_an_error_inside_is_what_is_raised_and_the_blocks_stay(
     on_device: Scene, reader: ZeroCopyReader, cache: NamespaceHandle
 ) -> None:
     kept: list[Any] = []
-    with pytest.raises(ZeroDivisionError), cache.lease(prompt(1)) as lease, reader.open(lease) as pointers:
-        kept.append(pointers.view(0))
-        raise ZeroDivisionError
+    opened_pointers: list[Pointers] = []
+
+    def fail() -> None:
+        with cache.lease(prompt(1)) as lease, reader.open(lease) as pointers:
+            opened_pointers.append(pointers)
+            kept.append(pointers.view(0))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    (pointers,) = opened_pointers
     flood(cache)
     assert (Gather(on_device, pointers).result() == content(1)).all()
     kept.clear()
