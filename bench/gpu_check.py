@@ -34,6 +34,7 @@ TESTS = (
     "tests/device/kernels/test_copies.py",
     "tests/device/kernels/test_pages.py",
     "tests/engine_adapter/gpu",
+    "tests/engine_adapter/attention/test_on_gpu.py",
 )
 TAIL_CHARS = 2000
 PAGE_BYTES, LARGE_BYTES = 16 << 10, 1 << 20

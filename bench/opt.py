@@ -20,7 +20,7 @@ class OptimalPolicy:
     """OPT over one trace: what is asked for several capacities is prepared once."""
 
     def __init__(self, trace: Trace, attention_doubling_tokens: float = 0.0) -> None:
-        """``attention_doubling_tokens``: of the model, for what prefill the hits save; most hits are the aim in any case."""
+        """``attention_doubling_tokens``: of the model, for what prefill the hits save; the aim is hits in any case."""
         self._trace = trace
         self._doubling_tokens = attention_doubling_tokens
         self._runs: Runs = runs_after(trace)

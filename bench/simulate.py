@@ -9,7 +9,8 @@ is about to give up, ``selective`` what has been accessed often enough; ancestor
 written first.
 
 With an HBM tier above, blocks in DRAM get a copy there with the use that is number ``promote_hits``, their insertion
-included, a quarter of the tier at most with each request; what is read from HBM need not come up into DRAM.
+included, a quarter of the tier (or an eighth of DRAM) at most with each request. What is read from HBM need not come up
+into DRAM.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from kvstore.bench.hbm_model import HbmModel
 from kvstore.bench.workload import Workload
 from kvstore.config import WRITE_POLICIES
 from kvstore.errors import BadInputError
-from kvstore.prefix_index.block_table import DRAM, HBM, Ids
+from kvstore.prefix_index.admission import outlasting
+from kvstore.prefix_index.block_table import DRAM, HBM, NVME, Ids
 from kvstore.prefix_index.index import Match, PrefixIndex
 from kvstore.prefix_index.policies import make_policy, with_hbm
 from kvstore.prefix_index.policy import EvictionPolicy, Use
@@ -45,8 +47,8 @@ Progress = Callable[[int], None]
 class HitCounts:
     """Totals of one run. ``token_hits`` is token-granular where the workload has token ids.
 
-    ``evicted`` counts the blocks that no tier had any more. ``prefill`` is what computing all prompts costs, in units of
-    a prompt's first token, ``prefill_saved`` of what was found: tokens, where the cost of attention is not known.
+    ``evicted`` counts the blocks that no tier had any more. ``prefill`` is what computing all prompts costs, in units
+    of a prompt's first token, ``prefill_saved`` of what was found: tokens, where the cost of attention is not known.
     """
 
     requests: int = 0
@@ -168,9 +170,7 @@ def sweep(
     points = []
     for percent in percents:
         blocks = work.capacity_blocks(workload.unique_blocks, percent)
-        counts = simulate(
-            workload, policy, blocks, partial=partial, attention_doubling_tokens=told, progress=progress
-        )
+        counts = simulate(workload, policy, blocks, partial=partial, attention_doubling_tokens=told, progress=progress)
         points.append(SweepPoint(percent, blocks, counts))
     return points
 
@@ -201,7 +201,7 @@ class _Simulation:
         self._index = PrefixIndex(with_hbm(order) if top is not None else order, nvme=self.nvme, hbm=top is not None)
         self._hbm: HbmModel | None = None
         if top is not None and self._index.above is not None:
-            self._hbm = HbmModel(self._index, self._index.above, top.n_blocks, top.hits)
+            self._hbm = HbmModel(self._index, self._index.above, top.n_blocks, top.hits, capacity)
         self._capacity = capacity
         self._partial = partial
         self._root_key = Root().key(work.namespace(workload, 1, "simulated").digest())
@@ -216,7 +216,9 @@ class _Simulation:
         if self._partial and match.partial_id >= 0:
             ids = np.append(ids, np.uint32(match.partial_id))
         whole, tokens = self._hits(index, path, match)
-        self.counts.count(work.n_blocks(self._workload, index), whole, request.input_length, tokens, self.doubling_tokens)
+        self.counts.count(
+            work.n_blocks(self._workload, index), whole, request.input_length, tokens, self.doubling_tokens
+        )
         self._find(ids, whole, self._use(index, path, is_done=False))
         if self._hbm is not None:
             self._hbm.used(ids)
@@ -324,6 +326,10 @@ class _Hierarchy(_Simulation):
             self.counts.evicted += int(np.count_nonzero(self._index.evict_nvme(excess).gone))
 
     def _write(self, ids: Ids) -> None:
+        if self._write_policy != "back":
+            ids = ids[~self._index.resident(ids, NVME)]
+            short = self._index.n_nvme_blocks + len(ids) - self._nvme_blocks
+            ids = outlasting(self._index, ids, short, NVME)
         chain = self._index.chain_unpersisted(ids)
         self._index.add_nvme(chain, self._slots(len(chain)))
         self.counts.nvme_written += len(chain)

@@ -104,11 +104,16 @@ class Engine:
 
     def copy_exact(self, plane: PlaneShape, kept: Kept, kv: Addresses, flat: Addresses, *, to_flat: bool) -> None:
         """Exact rows of page groups to ``flat``, or from there: [heads, exact_first], then [heads, exact_last] rows."""
-        copy = quantize_numpy.copy_rows if self.backend == NUMPY else native.copy_rows
         for count, first in ((kept.exact_first, 0), (kept.exact_last, kept.tokens - kept.exact_last)):
-            if count:
-                copy(rows_of(plane, Scheme.TOKEN, 8, count, first), kv, flat, None, to_flat=to_flat)
+            self.copy(plane, count, first, kv, flat, to_flat=to_flat)
             flat = flat + np.uint64(count * plane.heads * plane.row_bytes)
+
+    def copy(self, plane: PlaneShape, count: int, first: int, kv: Addresses, flat: Addresses, *, to_flat: bool) -> None:
+        """Rows of ``count`` tokens from ``first`` on to ``flat``, [heads, count] rows, or from there."""
+        if not count:
+            return
+        copy = quantize_numpy.copy_rows if self.backend == NUMPY else native.copy_rows
+        copy(rows_of(plane, Scheme.TOKEN, 8, count, first), kv, flat, None, to_flat=to_flat)
 
 
 def best_engine() -> Engine:

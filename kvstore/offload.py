@@ -145,15 +145,11 @@ class Offloader:
         if self._policy is WritePolicy.SELECTIVE:
             wanted &= table.hits[at] >= self._hits
         if wanted.any():
-            self.add(self._worth_a_place(ids[wanted].astype(np.uint32)))
-
-    def _worth_a_place(self, ids: Ids) -> Ids:
-        """Those of the blocks that would not be the first to go on NVMe; the others are counted."""
-        new = np.array([block for block in ids.tolist() if block not in self._pending], np.uint32)
-        kept = outlasting(self._index, new, self.short_of(new), NVME)
-        if len(kept) < len(new):
-            self._skips.add(np.setdiff1d(new, kept).tolist(), Unwritten.DECLINED)
-        return kept
+            new = np.array([block for block in ids[wanted].tolist() if block not in self._pending], np.uint32)
+            kept = outlasting(self._index, new, self.short_of(new), NVME)
+            if len(kept) < len(new):
+                self._skips.add(np.setdiff1d(new, kept).tolist(), Unwritten.DECLINED)
+            self.add(kept)
 
     def add(self, ids: Ids) -> None:
         """Queue blocks and those of their ancestors that are not on NVMe; skip and count what does not fit."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvstore.clock import Clock
 from kvstore.device import Device, PinnedBuffer
-from kvstore.errors import DeviceError, KVStoreError
+from kvstore.errors import KVStoreError
 from kvstore.hbm_room import HbmRoom
 from kvstore.jobs import Job, Jobs, Lane
 from kvstore.logs import about
@@ -32,6 +32,8 @@ from kvstore.tiers.hbm import HbmTier
 COPIES_MAX = 2
 """Batches that are copied or wait for it, so that the next one is ready when the device is."""
 STAGING_BYTES = 8 << 20
+HBM_SHARE, DRAM_SHARE = 4, 8
+"""Of the tiers, such parts may wait to be promoted."""
 RETRY_S = 30.0
 """So long after a copy failed nothing is promoted."""
 
@@ -40,14 +42,17 @@ log = logging.getLogger("kvstore.store")
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """At which access a block is promoted, and how many bytes may wait for it (0: a quarter of HBM, at most 1 GiB)."""
+    """At which access a block is promoted, and how many bytes may wait for it.
+
+    0 bytes: a quarter of HBM, at most an eighth of DRAM, where they are pinned, and 1 GiB.
+    """
 
     hits: int = 2
     queue_bytes_max: int = 0
 
-    def queue_bytes(self, hbm_bytes: int) -> int:
+    def queue_bytes(self, hbm_bytes: int, dram_bytes: int) -> int:
         """The bound of the queue in force."""
-        return self.queue_bytes_max or min(hbm_bytes // 4, 1 << 30)
+        return self.queue_bytes_max or min(hbm_bytes // HBM_SHARE, dram_bytes // DRAM_SHARE, 1 << 30)
 
 
 class Copier:
@@ -124,7 +129,7 @@ class Promoter:
         self._counters = counters
         self._clock = clock
         self._hits = promotion.hits
-        self.queue_bytes_max = promotion.queue_bytes(tier.capacity_bytes)
+        self.queue_bytes_max = promotion.queue_bytes(tier.capacity_bytes, dram.capacity_bytes)
         self._room = HbmRoom(index, above, tier, counters)
         self._queue: deque[tuple[str, int, deque[int]]] = deque()
         self._queued_bytes = 0
@@ -198,6 +203,7 @@ class Promoter:
         if batch.error:
             self._counters.add("hbm_failed_blocks", len(ids))
             self._paused_until_s = self._clock.now_s() + RETRY_S
+            self._counters.add("hbm_skipped_blocks", self._drop_queue())
             log.warning(
                 "HBM: %d blocks can't be copied there, nothing is for %.0f s: %s", len(ids), RETRY_S, batch.error,
                 extra=about("hbm_copy_failed", blocks=len(ids), pause_s=RETRY_S, error=batch.error),
@@ -225,9 +231,14 @@ class Promoter:
     def stop(self) -> None:
         """Promote nothing more, for good. What is being copied still comes in. Idempotent."""
         self._closed = True
-        for _, size_bytes, blocks in self._queue:
+        self._drop_queue()
+
+    def _drop_queue(self) -> int:
+        """Nothing that waits is promoted; returns how many blocks."""
+        queue, self._queue = self._queue, deque()
+        for _, size_bytes, blocks in queue:
             self._leave(np.array(blocks, np.uint32), self._tier.slot_bytes(size_bytes))
-        self._queue.clear()
+        return sum(len(blocks) for _, _, blocks in queue)
 
     # Facts ---------------------------------------------------------------------------------------
 

@@ -28,13 +28,13 @@ def doubling_tokens_of(n_parameters: float, layers: int, query_heads: int, head_
 
 def checked_doubling_tokens(value: object) -> float:
     """As a number. Raises BadInputError unless it is 0, for unknown, or may be such a position."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not (value == 0 or 1 <= value <= DOUBLING_TOKENS_MAX):
-        raise BadInputError(
-            f"attention_doubling_tokens is {value!r:.80}; it must be 0, if it isn't known, or a number of tokens "
-            f"from 1 to {DOUBLING_TOKENS_MAX:.0e}"
-        )
-    return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if value == 0 or 1 <= value <= DOUBLING_TOKENS_MAX:
+            return float(value)
+    raise BadInputError(
+        f"attention_doubling_tokens is {value!r:.80}; it must be 0, if it isn't known, or a number of tokens from 1 to "
+        f"{DOUBLING_TOKENS_MAX:.0e}"
+    )
 
 
 @overload
@@ -45,9 +45,10 @@ def mean_cost(first: float | Ints, end: float | Ints, doubling_tokens: float) ->
     """What a token costs on average over positions ``first`` to ``end - 1``, in units of a prompt's very first.
 
     1 + p / D at position p; 1 everywhere where ``doubling_tokens`` is 0."""
-    if not doubling_tokens:
-        return np.ones(len(end)) if isinstance(end, np.ndarray) else 1.0
-    return 1 + (first + end) / (2 * doubling_tokens)
+    if isinstance(end, np.ndarray):
+        many = np.ones(len(end)) if not doubling_tokens else 1 + (first + end) / (2 * doubling_tokens)
+        return np.asarray(many, np.float64)
+    return 1 + (float(first) + end) / (2 * doubling_tokens) if doubling_tokens else 1.0
 
 
 @overload
@@ -56,4 +57,6 @@ def prefill_cost(n_tokens: float, doubling_tokens: float) -> float: ...
 def prefill_cost(n_tokens: Ints, doubling_tokens: float) -> Floats: ...
 def prefill_cost(n_tokens: float | Ints, doubling_tokens: float) -> float | Floats:
     """What computing a prompt's first tokens costs, in units of the very first."""
+    if isinstance(n_tokens, np.ndarray):
+        return np.asarray(n_tokens * mean_cost(0, n_tokens, doubling_tokens), np.float64)
     return n_tokens * mean_cost(0, n_tokens, doubling_tokens)

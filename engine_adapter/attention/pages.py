@@ -230,7 +230,8 @@ class KVPages:
 
 def _counts(name: str, given: ArrayLike, n: int) -> NDArray[np.int64]:
     counts: NDArray[Any] = np.asarray(given)
-    if counts.dtype.kind not in "iu" or (counts.ndim and counts.shape != (n,)) or (counts < 0).any():
+    is_whole = not counts.size or counts.dtype.kind in "iu"
+    if not is_whole or (counts.ndim and counts.shape != (n,)) or (counts < 0).any():
         raise BadInputError(f"{name} is {given!r:.80}; give whole numbers from 0 on, one for each of {n} requests")
     return np.broadcast_to(counts, (n,)).astype(np.int64)
 

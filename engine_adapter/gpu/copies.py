@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine_adapter.moving import Copy
+from kvstore.engine_adapter.runs import Runs
 
 Addresses = NDArray[np.uint64]
 Sizes = NDArray[np.uint64]
@@ -17,6 +18,10 @@ Sizes = NDArray[np.uint64]
 ALIGNMENT_BYTES = 16
 """What lies alike modulo this on both sides is moved by kernels in accesses of as many bytes."""
 PADDING_BYTES = 2 * ALIGNMENT_BYTES
+
+
+Orders = dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[NDArray[np.intp], list[Runs]]]
+"""By which runs (their ids, and the runs, so that no others get these) and how far these lie apart in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +37,29 @@ class Copies:
     regions: NDArray[np.int64]
 
     @classmethod
-    def of(cls, copies: Sequence[Copy], *, to_device: bool) -> Copies:
-        """All runs of these copies, in the order in which they lie in host memory."""
-        to = [(each.runs.to + each.to).view(np.uint64) for each in copies]
-        come_from = [(each.runs.come_from + each.come_from).view(np.uint64) for each in copies]
-        host, device = (come_from, to) if to_device else (to, come_from)
+    def of(cls, copies: Sequence[Copy], *, to_device: bool, orders: Orders | None = None) -> Copies:
+        """All runs of these copies, in the order in which they lie in host memory.
+
+        ``orders`` has the orders of earlier calls: layers that are alike are put in order once.
+        """
         if not copies:
             nothing = np.empty(0, np.uint64)
             return cls(nothing, nothing, nothing, np.empty(0, np.int64))
+        to = np.concatenate([each.runs.to + each.to for each in copies]).view(np.uint64)
+        come_from = np.concatenate([each.runs.come_from + each.come_from for each in copies]).view(np.uint64)
         sizes = np.concatenate([each.runs.sizes for each in copies])
-        made = cls(np.concatenate(host), np.concatenate(device), sizes, np.zeros(len(sizes), np.int64))
-        in_order = len(made) < 2 or bool((made.host[1:] >= made.host[:-1]).all())
-        return made if in_order else made.chosen(np.argsort(made.host, kind="stable"))
+        host, device = (come_from, to) if to_device else (to, come_from)
+        made = cls(host, device, sizes, np.zeros(len(sizes), np.int64))
+        if len(made) < 2 or bool((host[1:] >= host[:-1]).all()):
+            return made
+        starts = [each.come_from if to_device else each.to for each in copies]
+        key = tuple(id(each.runs) for each in copies), tuple(start - starts[0] for start in starts)
+        known = orders.get(key) if orders is not None else None
+        if known is None:
+            known = np.argsort(host, kind="stable"), [each.runs for each in copies]
+            if orders is not None:
+                orders[key] = known
+        return made.chosen(known[0])
 
     def __len__(self) -> int:
         return len(self.sizes)

@@ -15,34 +15,34 @@ _LOG = logging.getLogger(__name__)
 
 
 class EventPool:
-    """May be used by any thread. Who gives one back may still be waited for on it: that only waits for more."""
+    """May be used by any thread, also while garbage is collected: it has no lock.
+
+    Who gives an event back may still be waited for on it: that only waits for more.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._lock = threading.Lock()
-        self._free: list[int] = []
+        self._free: deque[int] = deque()
         self._all: list[int] = []
 
     def take(self) -> int:
         """An event that nobody else records."""
-        with self._lock:
-            if self._free:
-                return self._free.pop()
+        try:
+            return self._free.pop()
+        except IndexError:
             event = self._device.event()
             self._all.append(event)
             return event
 
     def give_back(self, *events: int) -> None:
         """They are recorded no more by who took them."""
-        with self._lock:
-            self._free += events
+        self._free.extend(events)
 
     def close(self) -> None:
         """End all events."""
-        with self._lock:
-            for event in self._all:
-                self._device.free_event(event)
-            self._all, self._free = [], []
+        self._free.clear()
+        while self._all:
+            self._device.free_event(self._all.pop())
 
 
 class AfterEvents:

@@ -61,12 +61,13 @@ class Lane:
         self._staging: DeviceRing | None = None
         self._bounce: HostRing | None = None
 
-    def give(self, copies: Copies, end: int, going: Going) -> tuple[bool, list[Piece], set[Route]]:
+    def give(self, copies: Copies, end: int, to_finish: list[Piece], going: Going) -> tuple[bool, set[Route]]:
         """Give copies to the device, and record the event ``end`` behind them. Blocks for pinned memory that is in use.
 
-        Whether all were given; pieces that ``finish`` must be called for; and how they go.
+        Whether all were given, and how they go. Pieces that ``finish`` must be called for are added to ``to_finish``,
+        also if this raises: till then the processor has yet to write to where the copies go.
         """
-        given = _Given(going)
+        given = _Given(going, to_finish)
         with self._giving:
             self.n_calls += 1
             try:
@@ -81,7 +82,7 @@ class Lane:
                     self._bounced(copies.chosen(~registered), given)
             finally:
                 self._device.record(end, self.stream)
-        return given.all_given, given.to_finish, given.routes
+        return given.all_given, given.routes
 
     def finish(self, piece: Piece) -> None:
         """Wait for a piece's use, and let the processor copy what it has to. Raises DeviceError."""
@@ -146,14 +147,15 @@ class Lane:
             here = replace(part, host=np.uint64(piece.address) + packing.at)
             if self.direction is Direction.LOAD:
                 native.copy_batch(ours, packing.starts, packing.sizes)
+            drain: _Drain | None = None
             try:
                 self._move(here, np.uint64(piece.device_address) + packing.at, given)
+                if self.direction is Direction.STORE and given.all_given:
+                    drain = _Drain(packing.starts, ours, packing.sizes)
             finally:
-                if self.direction is Direction.LOAD:
-                    self._bounce.used(piece, self.stream)
-                else:
-                    self._bounce.used(piece, self.stream, _Drain(packing.starts, ours, packing.sizes))
-                    given.to_finish.append(piece)
+                self._bounce.used(piece, self.stream, drain)
+            if drain is not None:
+                given.to_finish.append(piece)
 
     def _copy(self, host: Addresses, device: Addresses, sizes: Addresses) -> None:
         to, come_from = (device, host) if self.direction is Direction.LOAD else (host, device)
@@ -167,9 +169,9 @@ class Lane:
 class _Given:
     """What became of one call."""
 
-    def __init__(self, going: Going) -> None:
+    def __init__(self, going: Going, to_finish: list[Piece]) -> None:
         self.all_given = True
-        self.to_finish: list[Piece] = []
+        self.to_finish = to_finish
         self.routes: set[Route] = set()
         self._going = going
 

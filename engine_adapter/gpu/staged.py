@@ -19,7 +19,7 @@ from kvstore.client import Lease
 from kvstore.device.seam import Device
 from kvstore.engine_adapter.counters import SharedCounters
 from kvstore.engine_adapter.gpu.choice import Choice, Route
-from kvstore.engine_adapter.gpu.copies import Copies
+from kvstore.engine_adapter.gpu.copies import Copies, Orders
 from kvstore.engine_adapter.gpu.events import EventPool
 from kvstore.engine_adapter.gpu.lane import Lane, LaneSizes
 from kvstore.engine_adapter.gpu.pinned_regions import PinnedRegions
@@ -45,6 +45,7 @@ class StagedMoves:
         self._kept: list[object] = []
         self._leases: list[Lease] = []
         self._to_finish: list[Piece] = []
+        self._orders: Orders = {}
         self._settling = threading.Lock()
         self._unsettled = False
         self._watch = _Watch(lane)
@@ -69,7 +70,7 @@ class StagedMoves:
 
     def copy(self, copies: Sequence[Copy], going: Callable[[], bool] = always) -> bool:
         """See ``Moves``. Raises DeviceError if the device fails: part of it may be under way then."""
-        made = Copies.of(copies, to_device=self._lane.direction is Direction.LOAD)
+        made = Copies.of(copies, to_device=self._lane.direction is Direction.LOAD, orders=self._orders)
         if not len(made):
             return going()
         self._watch.begin(alone=self._staged.unsettled <= {self})
@@ -80,8 +81,7 @@ class StagedMoves:
             self._watch.waited |= not self._device.query(event)
             self._device.wait_event(self._lane.stream, event)
             self._events.give_back(event)
-        given, to_finish, routes = self._lane.give(made, self._end, going)
-        self._to_finish += to_finish
+        given, routes = self._lane.give(made, self._end, self._to_finish, going)
         self._watch.note(made, routes, given)
         return given
 

@@ -13,8 +13,8 @@ import click
 from kvstore.bench.record import TraceLines
 from kvstore.cli.params import DaemonPlace, json_option, place_options, timeout_option
 from kvstore.cli.selecting import Selection, namespace_options, opened, tenant_option, the_namespace
-from kvstore.client.recording import RecordedRequest, Recording
-from kvstore.errors import BadInputError
+from kvstore.client.recording import RecordedRequest, Recording, RequestsLost
+from kvstore.errors import BadInputError, UnavailableError
 
 POLL_S = 0.5
 
@@ -68,7 +68,7 @@ def _write(recording: Recording, lines: TraceLines, out: TextIO, deadline_s: flo
     try:
         while True:
             is_last = deadline_s is not None and time.monotonic() >= deadline_s
-            for each in recording.poll():
+            for each in _came(recording):
                 if isinstance(each, RecordedRequest):
                     out.write(lines.line(each))
                 elif each.n is None:
@@ -84,3 +84,11 @@ def _write(recording: Recording, lines: TraceLines, out: TextIO, deadline_s: flo
             pause.wait(min(POLL_S, left_s))
     except KeyboardInterrupt:
         return n_lost
+
+
+def _came(recording: Recording) -> list[RecordedRequest | RequestsLost]:
+    """What has come; nothing while the daemon is away."""
+    try:
+        return recording.poll()
+    except UnavailableError:
+        return []  # the first answer after that says that requests may be missing

@@ -137,9 +137,7 @@ class Client(AdminCalls):
         self._open_now(handle)
         return handle
 
-    def open_family(
-        self, namespaces: Sequence[Namespace], *, attention_doubling_tokens: float = 0.0
-    ) -> FamilyHandle:
+    def open_family(self, namespaces: Sequence[Namespace], *, attention_doubling_tokens: float = 0.0) -> FamilyHandle:
         """Use the namespaces of several ranks of one model together: what is found is what every one of them has.
 
         They may differ in the rank in ``shard``, and in ``spec`` but for ``block_tokens``; raises BadInputError that

@@ -171,6 +171,8 @@ class _Whole(Lease):
         super().abandon(why)
 
     def release(self) -> None:
+        for part in list(self._parts):
+            part.must_be_back()
         self._let_go("it was released")
         super().release()
 

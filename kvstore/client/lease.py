@@ -316,11 +316,15 @@ class Lease(Held):
         Pointers must not be used from here on. Arrays that are still alive keep the blocks until they are gone.
         Raises BadInputError while a device still reads what was lent to it.
         """
+        self.must_be_back()
+        self._give_up("it was released")
+
+    def must_be_back(self) -> None:
+        """Raises BadInputError while a device still reads what was lent to it."""
         if self.loans:
             raise BadInputError(
                 f"lease {self.id} is still read from by a device ({len(self.loans)} readers): close these readers first"
             )
-        self._give_up("it was released")
 
 
 class WriteReservation(Held):

@@ -247,7 +247,7 @@ class Presence:
             if self._closed:
                 return
             self.claims.abandon_all("the client was closed")
-            for listener in self._listeners:
+            for listener in tuple(self._listeners):
                 listener.let_go()
             nothing_is_open = self.hbm is None or self.hbm.drop_all()
             if self.regions.drop_all() and nothing_is_open and self._calls is not None and self._healthy.is_set():

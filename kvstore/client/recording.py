@@ -13,6 +13,9 @@ from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
 from kvstore.wire.packing import F64, U32, U64, unpack
 
+ANSWERS_PER_POLL = 64
+"""Where requests keep coming a call ends all the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
@@ -53,13 +56,14 @@ class Recording:
         self._take(self._ask(from_now=True))
 
     def poll(self) -> list[RecordedRequest | RequestsLost]:
-        """What has come since the last call; may be empty. Blocks for the daemon's answers only."""
+        """What has come since the last call, or some of it; may be empty. Blocks for the daemon's answers only."""
         found: list[RecordedRequest | RequestsLost] = []
-        while True:
+        for _ in range(ANSWERS_PER_POLL):
             more = self._take(self._ask())
             found += more
             if not any(isinstance(each, RecordedRequest) for each in more):
-                return found
+                break
+        return found
 
     def _ask(self, *, from_now: bool = False) -> pb.RecordReply:
         request = pb.RecordRequest(namespace=self._ensure_open(), after_seq=self._seq, from_now=from_now)

@@ -114,6 +114,7 @@ static void *run_part(void *arg) {
     for (int64_t unit = part->first; unit < part->end; unit++) head_of(part, unit);
 #ifdef KV_X86
     _mm_setcsr(mode);
+    _mm_sfence();
 #endif
     return NULL;
 }

@@ -22,6 +22,7 @@ typedef struct {
     int32_t count; /* rows of every head */
     int32_t first; /* the token of row 0, where there is no list of tokens */
     int32_t page_tokens;
+    int32_t streams;     /* rows are written past the cache, where they can be */
     int32_t rotated_run; /* elements that one Hadamard matrix mixes: a power of two that divides dim */
     float norm;          /* 1 / sqrt(rotated_run) */
     int64_t page_stride, token_stride, head_stride;
@@ -34,6 +35,11 @@ static inline int64_t row_offset(const Job *job, int head, const int32_t *tokens
     int32_t token = tokens ? tokens[(int64_t)head * job->count + row] : job->first + row;
     return token / job->page_tokens * job->page_stride + token % job->page_tokens * job->token_stride +
            head * job->head_stride;
+}
+
+/* Whole vectors of a row can be written past the cache. */
+static inline int can_stream(const Job *job, const char *row) {
+    return job->streams && (uintptr_t)row % (2 * LANES) == 0;
 }
 
 /* Of one head: where in a payload's codes and numbers it begins. */

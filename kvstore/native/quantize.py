@@ -27,6 +27,9 @@ GROUP_ROWS = 32
 DIM_STEP, DIM_MAX = 16, 1024
 """A row's elements are a multiple of the first, and no more than the second."""
 
+_STREAM_ELEMENTS = 1 << 20
+"""What a batch decodes to is written past the cache from this on: it is more than a core's cache holds."""
+
 _DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 DTYPES = frozenset(_DTYPES)
 
@@ -85,6 +88,7 @@ class _Job(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("dtype", "scheme", "bits", "heads", "dim", "count", "first")),
         ("page_tokens", ctypes.c_int32),
+        ("streams", ctypes.c_int32),
         ("rotated_run", ctypes.c_int32),
         ("norm", ctypes.c_float),
         *((name, ctypes.c_int64) for name in ("page_stride", "token_stride", "head_stride")),
@@ -134,7 +138,7 @@ def dequantize(
     rows: Rows, kv: Addresses, codes: Addresses, numbers: Addresses, tokens: Tokens | None, level: str, threads: int
 ) -> None:
     """The way back, into the page groups at ``kv``. Codes and numbers may be any bytes; else as for ``quantize``."""
-    job = _job(rows)
+    job = _job(rows, streams=len(kv) * rows.heads * rows.count * rows.dim >= _STREAM_ELEMENTS)
     _native.kv_dequantize(
         ctypes.byref(job), len(kv), *_pointers(kv, codes, numbers, tokens), LEVELS.index(level), threads
     )
@@ -146,9 +150,9 @@ def copy_rows(rows: Rows, kv: Addresses, flat: Addresses, tokens: Tokens | None,
     _native.kv_copy_rows(ctypes.byref(job), len(kv), *_pointers(kv, flat, tokens), int(to_flat))
 
 
-def _job(rows: Rows) -> _Job:
-    values = {name: getattr(rows, name) for name, *_ in _Job._fields_}
-    return _Job(**values | {"dtype": _DTYPES[rows.dtype], "signs": rows.signs.ctypes.data})
+def _job(rows: Rows, *, streams: bool = False) -> _Job:
+    ours = {"dtype": _DTYPES[rows.dtype], "signs": rows.signs.ctypes.data, "streams": int(streams)}
+    return _Job(**{name: getattr(rows, name) for name, *_ in _Job._fields_ if name not in ours}, **ours)
 
 
 def _pointers(*arrays: NDArray[Any] | None) -> list[int | None]:

@@ -42,7 +42,11 @@ HOLDING = frozenset(
 )  # fmt: skip
 """What only a session can ask for: it grants something, or is about something granted."""
 
-LOCAL = frozenset({Method.HELLO, Method.EVENT, Method.MAP_REGIONS, Method.REGIONS_MAPPED, Method.REGIONS_UNMAPPED})
+LOCAL = frozenset(
+    {
+        Method.HELLO, Method.EVENT, Method.MAP_REGIONS, Method.REGIONS_MAPPED, Method.REGIONS_UNMAPPED, Method.MAP_HBM,
+    }
+)  # fmt: skip
 """What makes sense on the Unix socket only."""
 
 

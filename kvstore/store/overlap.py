@@ -46,7 +46,7 @@ class Overlap:
     n_loading_tokens: int
     load_s: float
     load_error: float
-    n_hbm_tokens: int
+    n_hbm_tokens: int = 0
 
 
 class _Loading(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +32,6 @@ _RUNS_AS_THEY_COME = 64
 _GHOST_SHARE = 2
 _DEMOTED = -1e12
 _ROOM_KEPT = 0.999
-
-R = TypeVar("R", float, Floats)
 
 
 class HazardPolicy(EvictionPolicy):
@@ -199,6 +196,7 @@ class HazardPolicy(EvictionPolicy):
     def rank(self, ids: At, tier: int) -> Floats:
         ranks = self._with_costs(ids, self._books.ranks_of_blocks(self._run_of[ids].astype(np.int64)), tier)
         if self._any_demoted:
+            ranks = ranks.copy()
             demoted = self._is_demoted[ids]
             ranks[demoted] = self.table.ranks(tier)[ids[demoted]]
         return ranks
@@ -337,11 +335,11 @@ class HazardPolicy(EvictionPolicy):
         for tier in self.tiers:
             self.table.ranks(tier)[ids] = self._with_costs(ids, ranks, tier)
 
-    def _with_costs(self, ids: At, ranks: R, tier: int) -> R | Floats:
+    def _with_costs(self, ids: At, ranks: float | Floats, tier: int) -> Floats:
         """Ranks of blocks by their runs, and by what computing the blocks again costs if the tier is the last one: what
         leaves another comes back by a load, which costs the same at any place. LRU asks for no cost."""
         if self._books.follows_lru or not self._costs.are_known or tier != (NVME if self.table.nvme else DRAM):
-            return ranks
+            return np.broadcast_to(ranks, len(ids))
         return ranks + self._costs.of(ids)
 
     def _learn(self) -> None:

@@ -31,7 +31,7 @@ class PlaceCosts:
         return self._logs[ids].astype(np.float64)
 
     def note(self, ids: At, depths: NDArray[np.int32], counts: list[int], use: Use, n_ids: int) -> None:
-        """These blocks, at these places of a prompt, are used, and are runs of so many each; there are ``n_ids`` ids."""
+        """These blocks, at these places of a prompt, are used and are runs of so many each; there are ``n_ids`` ids."""
         if len(self._logs) < n_ids:
             self._logs = np.concatenate((self._logs, np.zeros(n_ids - len(self._logs), np.float32)))
         self._logs[ids] = log_costs(depths.astype(np.int64), counts, use)

@@ -84,8 +84,20 @@ def test_one_pass_gives_what_lru_hits_at_every_capacity(seed: int) -> None:
         simulated, found = simulate(trace, "lru", capacity), curve.hits(capacity)
         for name in ("block_hits", "token_hits", "any_hits", "block_accesses", "token_accesses", "requests"):
             assert getattr(found, name) == getattr(simulated, name), f"{name} at {capacity}"
+        assert found.prefill_saved == simulated.prefill_saved == simulated.token_hits
     assert np.array_equal(curve.block_hits()[[1, 5]], [curve.hits(n).block_hits for n in (1, 5)])
     assert curve.hits(0).block_hits == 0
+
+
+def test_one_pass_gives_the_prefill_that_lru_saves() -> None:
+    trace, doubling = small_trace(0, 120, 3, 6), 700.0
+    curve, opt = LruCurve(trace, doubling), OptimalPolicy(trace, doubling)
+    for capacity in (1, 5, 13, 40, trace.unique_blocks):
+        simulated, found = simulate(trace, "lru", capacity, attention_doubling_tokens=doubling), curve.hits(capacity)
+        assert found.prefill_saved == pytest.approx(simulated.prefill_saved)
+        assert found.prefill == pytest.approx(simulated.prefill)
+        assert opt.hits(capacity).prefill == pytest.approx(simulated.prefill)
+    assert 0 < simulated.prefill_saved != simulated.token_hits
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the shared traces are not here")

@@ -23,9 +23,9 @@ from kvstore.cli.replay import compared, replayed, with_tiers
 from kvstore.errors import BadInputError
 
 CONVERSATIONS = ConversationOptions(
-    sessions=40, mean_turns=4, system_tokens=400, mean_question_tokens=150, mean_answer_tokens=100, seed=5
+    sessions=25, mean_turns=4, system_tokens=400, mean_question_tokens=150, mean_answer_tokens=100, seed=5
 )
-BLOCK_BYTES = 65536
+BLOCK_BYTES = 16384
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +55,13 @@ def test_three_tiers_find_what_their_simulation_finds(hashes: Trace, tmp_path: P
     chosen = options(policy=policy, clients=clients)
     result = replayed(hashes, chosen, None, near=tmp_path)
     expected = compared(hashes, chosen, result)
-    assert result.mismatches == result.skipped_blocks == result.ended_leases == result.unanswered == 0
+    assert result.mismatches == result.ended_leases == result.unanswered == 0
     assert result.hbm_capacity_blocks == chosen.hbm_capacity(hashes)
     counts, n = result.counts, result.counts.block_accesses
     assert counts.hbm_block_hits > 0.02 * n
     assert counts.hbm_block_hits + counts.dram_block_hits + counts.nvme_block_hits == counts.block_hits
     if clients == 1:
+        assert result.skipped_blocks == 0
         assert abs(counts.block_hits - expected.block_hits) <= 0.005 * n
         assert abs(counts.hbm_block_hits - expected.hbm_block_hits) <= 0.005 * n
     hbm = result.tiers["hbm"]
@@ -79,7 +80,7 @@ def test_a_copy_with_other_bytes_is_a_mismatch(hashes: Trace, tmp_path: Path, mo
             yield at, row
 
     monkeypatch.setattr(HbmReader, "read", one_bit_off)
-    result = replayed(hashes, options(limit=None), None, near=tmp_path)
+    result = replayed(hashes, options(nvme_percent=None, durable_every=None), None, near=tmp_path)
     assert result.mismatches >= result.counts.hbm_block_hits > 0
 
 
@@ -133,7 +134,7 @@ def test_wrong_room_is_refused(changes: dict[str, Any], words: str) -> None:
 
 
 def test_too_little_room_names_the_least() -> None:
-    with pytest.raises(BadInputError, match="--hbm-blocks 16"):
+    with pytest.raises(BadInputError, match="--hbm-blocks 64"):
         options(hbm_percent=None, hbm_blocks=3).hbm_bytes(generate_trace(CONVERSATIONS))
 
 

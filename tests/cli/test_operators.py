@@ -230,6 +230,30 @@ def test_requests_are_recorded_until_there_are_enough(kvstore: Command, client: 
     assert nothing.startswith("0 requests of 0 different blocks are in ")
 
 
+def test_a_recording_goes_on_after_a_restart(
+    kvstore: Command, client: Client, start_daemon: Callable[..., Any], wait_until: Any, tmp_path: Path
+) -> None:
+    store(client, NAMESPACE, 1)
+    trace = tmp_path / "mine.jsonl"
+    done: list[subprocess.CompletedProcess[str]] = []
+    arguments = ("record", str(trace), "--count", "2", "--for", "60")
+    recording = threading.Thread(target=lambda: done.append(kvstore(*arguments)))
+    recording.start()
+    handle = client.open(NAMESPACE)
+    wait_until(trace.exists, "it has begun")
+    handle.lease(prompt(1)).release()
+    wait_until(lambda: bool(trace.read_text()), "the request is written down")
+    kvstore.daemon.stop()
+    start_daemon(socket_path=kvstore.path)
+    assert client.wait_healthy(20.0)
+    while recording.is_alive():
+        handle.lease(prompt(2)).release()
+        recording.join(0.05)
+    assert done[0].stdout.startswith("2 requests of ")
+    assert "requests may be missing here" in done[0].stderr
+    assert len(trace.read_text().splitlines()) == 2
+
+
 def test_explain_says_why_a_prompt_misses_and_ends_well(kvstore: Command, client: Client) -> None:
     store(client, NAMESPACE, 3)
     other = prompt(4)

@@ -52,7 +52,7 @@ class OnDevice:
 
     def __init__(self, array: NDArray[Any], address: int) -> None:
         self.shape = array.shape
-        self.__cuda_array_interface__ = {
+        self.__cuda_array_interface__: dict[str, Any] = {
             "version": 3,
             "shape": array.shape,
             "typestr": array.dtype.str,

@@ -45,7 +45,8 @@ def a_snapshot() -> Snapshot:
     numbers = {name: float(index) for index, name in enumerate(sorted(exported_stats()))}
     return Snapshot(
         numbers
-        | {"hit_blocks": 10.0, "hit_blocks_nvme": 4.0, "lookup_hits": 7.0, "lookup_full_hits": 5.0, "lookups": 9.0},
+        | {"hit_blocks": 13.0, "hit_blocks_nvme": 4.0, "hit_blocks_hbm": 3.0}
+        | {"lookup_hits": 7.0, "lookup_full_hits": 5.0, "lookups": 9.0},
         {"nvme_health": "full", "server_version": "1.2", "policy": 'l"r\nu', "epoch": "7", "dram_copy_backend": "avx2"},
         {"loop_lag_seconds": distribution(0.001, 0.5)},
         {
@@ -77,6 +78,7 @@ def test_numbers_come_back_under_their_metrics() -> None:
     families = page(a_snapshot())
     assert value(families, "kvstore_hit_blocks_total", tier="dram") == 6
     assert value(families, "kvstore_hit_blocks_total", tier="nvme") == 4
+    assert value(families, "kvstore_hit_blocks_total", tier="hbm") == 3
     assert [value(families, "kvstore_lookups_total", outcome=each) for each in ("full", "partial", "none")] == [5, 2, 2]
     assert value(families, "kvstore_nvme_health", state="full") == 1
     assert value(families, "kvstore_nvme_health", state="ok") == 0
@@ -133,7 +135,7 @@ def test_counters_are_there_before_they_are_raised_and_an_absent_tier_is_not() -
     families = page(Snapshot({"blocks": 1.0}, {"policy": "lru"}))
     assert value(families, "kvstore_evicted_blocks_total", tier="dram") == 0
     assert value(families, "kvstore_miss_blocks_total", reason="corrupt") == 0
-    assert not [name for name in families if "nvme" in name or "onboard" in name or "offload" in name]
+    assert not [name for name in families if "nvme" in name or "onboard" in name or "offload" in name or "hbm" in name]
 
 
 def test_without_any_numbers_what_is_known_is_told() -> None:

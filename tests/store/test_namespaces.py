@@ -10,9 +10,11 @@ import pytest
 
 from kvstore.errors import BadInputError, EndedError, SpecMismatchError
 from kvstore.prefix_index.block_table import BlockTable
+from kvstore.prefix_index.rows import RowPath
 from kvstore.prefix_index.tenants import Tenants
 from kvstore.store import namespaces as namespaces_module
 from kvstore.store.namespaces import Namespaces
+from kvstore.store.requests import Prompt
 from kvstore.types import ExtraKey, KVGroup, KVSpec, Namespace, Root, RowKind, Shard
 from tests.store.rig import Rig
 
@@ -72,6 +74,18 @@ def test_a_name_stands_for_one_description_and_the_error_says_what_differs(field
     assert f"{field}: " in str(caught.value)
     assert spaces.open(other) is spaces.open(other, "another name") is not entry
     assert spaces.open(BASE, "llama") is entry
+
+
+def test_the_cost_of_attention_is_told_to_policies_and_no_part_of_what_a_namespace_is() -> None:
+    spaces = Namespaces(Tenants(BlockTable(1)))
+    opened = spaces.open(BASE)
+    assert spaces.open(BASE, "", 30_000.0) is opened
+    assert spaces.open(BASE) is opened  # who does not know it does not change it
+    prompt = Prompt(opened, opened.root_key("", ""), RowPath.from_tokens(np.arange(4, dtype=np.uint32), 4), 1.0)
+    assert prompt.use().attention_doubling_tokens == 30_000.0
+    with pytest.raises(BadInputError, match="attention_doubling_tokens is -3"):
+        spaces.open(replace(BASE, model="another"), "", -3.0)
+    assert len(spaces) == 1
 
 
 def test_names_and_descriptions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,13 +48,12 @@ class ThreeTierMachine(RuleBasedStateMachine):
     @initialize(dice=DICE)
     def begin(self, dice: random.Random) -> None:
         type(self).n_made += 1
-        others_bytes = region_file_bytes(DEVICE_FILES)
+        self.others_bytes = region_file_bytes(DEVICE_FILES)
         queue_bytes = dice.choice([2, 16]) * BLOCK_BYTES
         limits = Settings(limits=LeaseLimits(5.0, 50.0))
         self.rig = ThreeTierRig(
             self.base / f"nvme{type(self).n_made}", limits, promotion=Promotion(dice.choice([1, 2]), queue_bytes)
         )
-        self.device_bytes = lambda: region_file_bytes(DEVICE_FILES) - others_bytes
         self.contents: dict[bytes, bytes] = {}
         """Block keys, and the bytes that belong to them, of all that was ever put."""
         self.readings: list[Reading] = []
@@ -180,7 +179,7 @@ class ThreeTierMachine(RuleBasedStateMachine):
         facts = hbm.stats()
         held = sum(int(facts[f"{name}_bytes"]) for name in ("used", "reserved", "quarantined", "retired_mapped"))
         assert held <= hbm.capacity_bytes == HBM_BLOCKS * BLOCK_BYTES
-        assert self.device_bytes() <= hbm.capacity_bytes
+        assert region_file_bytes(DEVICE_FILES) - self.others_bytes <= hbm.capacity_bytes
         assert index.tenants.used_bytes[HBM].sum() == facts["used_bytes"]
 
 

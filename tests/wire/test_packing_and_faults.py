@@ -76,6 +76,8 @@ ARRIVES_AS: dict[type[Exception], type[Exception]] = {
     errors.SocketInUseError: errors.UnavailableError,
     errors.DeniedError: errors.DeniedError,
     errors.IntegrityError: KVStoreError,
+    errors.DeviceError: KVStoreError,
+    errors.DeviceMemoryError: KVStoreError,
 }
 
 

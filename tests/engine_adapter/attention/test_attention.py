@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from kvstore.engine_adapter.attention import KVPages, PageLayout, Part, decode_attention, merge
 from kvstore.engine_adapter.page_table import PageTable
 from kvstore.errors import BadInputError, DeviceError
+from tests.engine_adapter.attention.conftest import ROOT
 from tests.engine_adapter.attention.scenes import DTYPES, make_scene, mapped_elsewhere
 
 DIMS = [64, 80, 128, 256]
@@ -105,6 +108,13 @@ def test_an_engines_latents() -> None:
     torch.testing.assert_close(found.output[0].double(), weights @ keys[:, :512], rtol=1e-4, atol=1e-5)
 
 
+def test_no_requests_at_all() -> None:
+    pages = KVPages.of(make_scene(12, [20]).pages.layout, [], [])
+    part = decode_attention(torch.empty(0, 8, 64, dtype=torch.float16), pages)
+    assert part.output.shape == (0, 8, 64)
+    assert part.lse.shape == (0, 8)
+
+
 def test_out_is_written() -> None:
     scene = make_scene(8, [20, 0])
     out = Part(torch.full((2, 8, 64), 7.0), torch.full((2, 8), 7.0))
@@ -145,6 +155,26 @@ def test_latents_of_float32_are_refused_by_triton() -> None:
         decode_attention(scene.q, scene.pages, backend="triton")
 
 
+def test_layouts_that_are_none() -> None:
+    good = {"page_tokens": 4, "kv_heads": 2, "key_dim": 8, "value_dim": 8, "token_stride": 16, "head_stride": 8}
+    for wrong, message in (({"page_tokens": 0}, "page_tokens is 0"), ({"value_dim": 9}, "beginning of a key")):
+        with pytest.raises(BadInputError, match=message):
+            PageLayout(torch.float16, **good | wrong, value_offset=0)
+    with pytest.raises(BadInputError, match="float8"):
+        PageLayout(torch.float8_e4m3fn, **good, value_offset=64)
+
+
+def test_the_cpu_needs_no_triton() -> None:
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from tests.engine_adapter.attention.scenes import make_scene\n"
+        "from kvstore.engine_adapter.attention import decode_attention\n"
+        "scene = make_scene(12, [30])\n"
+        "assert not scene.disagreement(decode_attention(scene.q, scene.pages))\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], cwd=ROOT, check=True, timeout=120)
+
+
 def _cut(pages: KVPages, n_pages: int) -> tuple[KVPages, KVPages]:
     """The pages of the only request in two."""
     rows, n_tokens = pages.addresses.numpy(), int(pages.n_tokens[0])
@@ -153,12 +183,3 @@ def _cut(pages: KVPages, n_pages: int) -> tuple[KVPages, KVPages]:
         KVPages.of(pages.layout, [rows[:n_pages]], [head_tokens]),
         KVPages.of(pages.layout, [rows[n_pages:]], [n_tokens - head_tokens]),
     )
-
-
-def test_layouts_that_are_none() -> None:
-    good = {"page_tokens": 4, "kv_heads": 2, "key_dim": 8, "value_dim": 8, "token_stride": 16, "head_stride": 8}
-    for wrong, message in (({"page_tokens": 0}, "page_tokens is 0"), ({"value_dim": 9}, "beginning of a key")):
-        with pytest.raises(BadInputError, match=message):
-            PageLayout(torch.float16, **good | wrong, value_offset=0)
-    with pytest.raises(BadInputError, match="float8"):
-        PageLayout(torch.float8_e4m3fn, **good, value_offset=64)

@@ -26,7 +26,8 @@ def test_every_head_dim_without_spills(compiler: Child, arch: int, key_dim: int)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("key_dim", [80, 256])
 def test_float32_without_spills(compiler: Child, arch: int, key_dim: int) -> None:
-    _check(compiler.ask("compiled", arch=arch, dtype="float32", group=8, key_dim=key_dim), key_dim)
+    for group in (8, 32):
+        _check(compiler.ask("compiled", arch=arch, dtype="float32", group=group, key_dim=key_dim), group)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.device.choose import open_device
 from kvstore.device.pinned import PinnedBuffer
 from kvstore.device.simulated import SimulatedDevice
 from kvstore.engine_adapter.counters import SharedCounters
@@ -49,13 +51,14 @@ def region(n_bytes: int, values: Bytes | None = None) -> Mapping:
 class Scene:
     """``closing`` ends in the reverse order."""
 
-    device: SimulatedDevice
+    device: Any
     counters: SharedCounters = field(default_factory=SharedCounters)
     closing: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pinned = PinnedRegions(self.device, self.counters)
-        self.closing += [self.device, self.pinned]
+        # A GPU is opened once for all tests, as its kernels are compiled then.
+        self.closing += [self.pinned] if self.device.facts.kind == "cuda" else [self.device, self.pinned]
 
     def registered(self, mapping: Mapping) -> Mapping:
         """The device reads it by itself from here on."""
@@ -101,9 +104,16 @@ class Scene:
             self.closing.pop().close()
 
 
+@functools.cache
+def gpu() -> Any:
+    """Raises DeviceError where there is none."""
+    return open_device("cuda")
+
+
 @contextmanager
-def scene(**options: Any) -> Iterator[Scene]:
-    made = Scene(SimulatedDevice(**{"total_bytes": 16 << 20, **options}))
+def scene(kind: str = "simulated", **options: Any) -> Iterator[Scene]:
+    """``options`` are the simulated device's."""
+    made = Scene(gpu() if kind == "cuda" else SimulatedDevice(**{"total_bytes": 16 << 20, **options}))
     try:
         yield made
     finally:

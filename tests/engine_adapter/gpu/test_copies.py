@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvstore.engine_adapter.gpu.copies import ALIGNMENT_BYTES, PADDING_BYTES, Copies, packed
+from kvstore.engine_adapter.gpu.copies import ALIGNMENT_BYTES, PADDING_BYTES, Copies, Orders, packed
 from kvstore.engine_adapter.moving import Copy
 from tests.engine_adapter.gpu.scene import runs_of
 
@@ -71,6 +71,23 @@ def test_what_adjoins_is_one_span_but_not_across_regions() -> None:
     assert packed(made).sizes.tolist() == [30]
     apart = Copies(made.host, made.device, made.sizes, np.array([0, 0, 1]))
     assert packed(apart).sizes.tolist() == [20, 10]
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4), st.booleans())
+def test_an_order_is_found_once_for_layers_that_are_alike(seed: int, n_planes: int, to_device: bool) -> None:
+    rng = np.random.default_rng(seed)
+    runs = [runs_of(rng.permutation(9) * 10, rng.permutation(9) * 10, rng.integers(1, 11, 9)) for _ in range(2)]
+    orders: Orders = {}
+    for layer in range(4):
+        # The last layer's planes lie otherwise: its order is another one.
+        apart = 100 if layer < 3 else 7
+        copies = [
+            Copy(runs[i % 2], layer * 1000 + i * apart, layer * 3000 + (n_planes - i) * apart) for i in range(n_planes)
+        ]
+        made = Copies.of(copies, to_device=to_device, orders=orders)
+        assert pairs(made) == pairs(Copies.of(copies, to_device=to_device))
+        assert (np.diff(made.host.astype(np.int64)) >= 0).all()
+    assert len(orders) <= 2
 
 
 def test_a_store_is_ordered_by_its_destinations() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.engine_adapter.block_layout import BlockLayout
@@ -12,8 +12,9 @@ from kvstore.engine_adapter.gpu.choice import Route
 from kvstore.engine_adapter.gpu.lane import LaneSizes
 from kvstore.engine_adapter.moving import Copy
 from kvstore.engine_adapter.runs import plan_runs
+from kvstore.errors import DeviceError
 from kvstore.types import KVSpec
-from tests.engine_adapter.gpu.scene import Bytes, region, scene
+from tests.engine_adapter.gpu.scene import Bytes, gpu, region, scene
 from tests.engine_adapter.oracle import as_blocks, random_kv
 from tests.engine_adapter.strategies import EnginePlane, specs
 
@@ -21,8 +22,19 @@ ORDERS = [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
 TINY = LaneSizes(piece_bytes=256, pieces=2, table_runs=7)
 
 
+@pytest.fixture(params=["simulated", "cuda"], scope="module")
+def kind(request: pytest.FixtureRequest) -> str:
+    """The devices; a GPU where there is one."""
+    if request.param == "cuda":
+        try:
+            gpu()
+        except DeviceError as error:
+            pytest.skip(str(error))
+    return str(request.param)
+
+
 @pytest.mark.parametrize("route", list(Route))
-@settings(max_examples=30)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     spec=specs(),
     seed=st.integers(0, 2**32),
@@ -33,6 +45,7 @@ TINY = LaneSizes(piece_bytes=256, pieces=2, table_runs=7)
     data=st.data(),
 )
 def test_blocks_into_pages_and_back_equal_numpy(
+    kind: str,
     route: Route,
     spec: KVSpec,
     seed: int,
@@ -60,7 +73,7 @@ def test_blocks_into_pages_and_back_equal_numpy(
     starts = np.array([regions[p // half].address + p % half * spec.block_bytes for p in places.tolist()], np.int64)
     n_pages = -(-(engine_first + n_moved) // page_tokens)
     table = (rng.permutation(n_pages + 2)[:n_pages] + 1).astype(np.int64)
-    with scene(seed=seed) as on_device:
+    with scene(kind, seed=seed) as on_device:
         for mapping in regions[: {"all": 2, "some": 1, "none": 0}[registered]]:
             on_device.registered(mapping)
         reader, writer = on_device.reader(route, TINY), on_device.writer(route, TINY)

@@ -11,6 +11,7 @@ import pytest
 
 from kvstore.client import Client, WriteReservation
 from kvstore.device.pinned import PinnedBuffer
+from kvstore.engine_adapter.engine_layout import EngineKV
 from kvstore.engine_adapter.gpu.choice import Route
 from kvstore.engine_adapter.gpu.staged import StagedMoves
 from kvstore.engine_adapter.moving import Copy
@@ -18,7 +19,7 @@ from kvstore.engine_adapter.page_table import PageTable
 from kvstore.engine_adapter.paged import PagedStore, RowRequest
 from kvstore.errors import BadInputError
 from tests.engine_adapter.paged_engines import DENSE, LAYERS, PAGES, Engine, far, handle_for, save_rows, table_for
-from tests.engine_adapter.places import HERE, DevicePlace, only
+from tests.engine_adapter.places import HERE, DevicePlace, OnDevice, only
 
 ROW = np.arange(20)
 WaitUntil = Callable[[Callable[[], bool], str], None]
@@ -188,6 +189,21 @@ def test_what_was_found_is_loaded_though_the_daemon_is_gone(
     assert store.load(found, table, deadline_s=far(), stream=compute.stream).wait(far())
     assert (engine.tokens(1, 0, table.row(0), 19) == expected).all()
     assert store.find([RowRequest(ROW)])[0].n_tokens == 0
+
+
+def test_tensors_of_devices_say_where_they_lie() -> None:
+    packed = OnDevice(np.empty((2, PAGES, 4, 2, 8), np.float32), 4096)
+    kv = EngineKV.of([packed], "2PTHD")
+    assert kv.on_device
+    first, second = kv.layers[0].planes
+    assert (first.address, second.address) == (4096, 4096 + PAGES * 4 * 2 * 8 * 4)
+    assert (first.page_bytes, first.strides) == (4 * 2 * 8 * 4, (2 * 8 * 4, 8 * 4))
+    other = OnDevice(np.empty((PAGES, 2, 4, 8), np.float32), 4096)
+    other.__cuda_array_interface__["strides"] = (8192, 8 * 4, 2 * 8 * 4, 4)
+    (plane,) = EngineKV.of([other], "PHTD").layers[0].planes
+    assert (plane.page_bytes, plane.strides) == (8192, (2 * 8 * 4, 8 * 4))
+    with pytest.raises(BadInputError, match="some tensors lie in host memory, some on a device"):
+        EngineKV.of([packed, np.empty((2, PAGES, 4, 2, 8), np.float32)], "2PTHD")
 
 
 def test_tensors_must_be_where_the_mover_copies(client: Client, gpu: DevicePlace) -> None:

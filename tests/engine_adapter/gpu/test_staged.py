@@ -129,6 +129,62 @@ def test_a_cancel_at_any_point_leaves_what_was_not_given_as_it_was(on_device: Sc
 
 
 @pytest.mark.parametrize("route", ROUTES)
+def test_a_store_cancelled_at_any_point_leaves_the_slots_else_as_they_were(
+    on_device: Scene, route: Route | None
+) -> None:
+    n_runs, run_bytes = 24, 700
+    values = random(1, n_runs * run_bytes)
+    pages = on_device.upload(values)
+    writer = on_device.writer(route or Route.STAGED, LaneSizes(piece_bytes=4096, pieces=2, table_runs=4))
+    offsets = np.arange(n_runs) * run_bytes
+    for allowed in range(60):
+        slots = region(len(values))
+        if route is not None:
+            on_device.registered(slots)
+        left = iter(range(allowed))
+        moves = writer.begin()
+        moves.keep(slots)
+        given = moves.copy([Copy(runs_of(offsets, offsets, [run_bytes] * n_runs), slots.address, pages)],
+                           partial(takes_one, left))  # fmt: skip
+        moves.settle()
+        came = slots.array()[: len(values)]
+        assert (came[came != values] == 0).all(), "bytes that nobody sent"
+        if given:
+            assert (came == values).all()
+            return
+    pytest.fail("it was never given to its end")
+
+
+def test_a_job_that_broke_off_writes_nothing_later(on_device: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came through memory of our own is copied on before the slots are let go of, though the job failed."""
+    values = random(1, 16 << 10)
+    pages, slots = on_device.upload(values), region(16 << 10)
+    writer = on_device.writer(Route.DIRECT)
+    moves = writer.begin()
+    copy_batch, calls = on_device.device.copy_batch, []
+
+    def breaks(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise DeviceError("no more")
+        copy_batch(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(on_device.device, "copy_batch", breaks)
+        with pytest.raises(DeviceError, match="no more"):
+            moves.copy(one(slots.address, pages, len(values)))
+    moves.settle()
+    assert slots.array().any()
+    slots.array()[:] = 0  # somebody else's from here on
+    other = region(16 << 10)
+    later = writer.begin()
+    later.copy(one(other.address, pages, len(values)))
+    later.settle()
+    assert (other.array() == values).all()
+    assert not slots.array().any()
+
+
+@pytest.mark.parametrize("route", ROUTES)
 def test_staging_is_bounded(route: Route | None) -> None:
     """A hundred times what staging holds goes through it; the device has room for nothing more."""
     values = random(1, 800 << 10)

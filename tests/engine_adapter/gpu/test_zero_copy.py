@@ -15,8 +15,9 @@ from kvstore.device.copy_kernels import copy, table_of_runs
 from kvstore.device.pinned import PinnedBuffer
 from kvstore.engine_adapter.gpu.zero_copy import Pointers, ZeroCopyReader
 from kvstore.errors import BadInputError, DeviceError, EndedError
+from kvstore.types import KVSpec, Namespace, Shard
 from tests.engine_adapter.gpu.scene import Bytes, Scene
-from tests.engine_adapter.gpu.test_leases import BLOCK_BYTES, N, content, flood, opened, prompt
+from tests.engine_adapter.gpu.test_leases import BLOCK_BYTES, BLOCK_TOKENS, N, content, flood, opened, prompt
 
 WaitUntil = Callable[[Callable[[], bool], str], None]
 
@@ -90,6 +91,22 @@ def test_a_lease_can_not_be_released_under_a_reader(
         _ = pointers.addresses
     with pytest.raises(EndedError):
         reader.open(lease)
+
+
+def test_a_lease_over_a_family_can_not_be_released_under_a_reader_of_a_shard(
+    on_device: Scene, client: Client, reader: ZeroCopyReader
+) -> None:
+    spec = KVSpec.opaque(BLOCK_TOKENS, BLOCK_BYTES)
+    family = client.open_family([Namespace("family", spec, shard=Shard(rank, 2)) for rank in range(2)])
+    for rank, shard in enumerate(family.shards):
+        assert shard.put(prompt(1), content(rank)).n_stored == N
+    lease = family.lease(prompt(1))
+    pointers = reader.open(lease.shard(1))
+    with pytest.raises(BadInputError, match="still read from by a device"):
+        lease.release()
+    assert (Gather(on_device, pointers).result() == content(1)).all()
+    pointers.close()
+    lease.release()
 
 
 def test_pointers_closed_after_an_event_hold_the_lease_until_it_is_over(
