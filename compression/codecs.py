@@ -36,7 +36,7 @@ CODECS: Mapping[int, Codec] = {int(codec.id): codec for codec in _ALL}
 
 
 def codec_of(number: int) -> Codec:
-    """The codec with this number in a frame. Raises FrameError where this release knows none: such a frame is a miss."""
+    """The codec with this number in a frame. Raises FrameError where this release knows none: the frame is a miss."""
     codec = CODECS.get(number)
     if codec is None:
         raise FrameError(f"the plane has codec {number}, which this release does not know")

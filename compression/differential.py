@@ -3,7 +3,7 @@
 An encoded page group is: the head (with the number of high tokens of each head), codes of high tokens, codes of low
 ones, exact rows, numbers of high tokens, of low ones, and for each head a bit per rounded token, set for high ones.
 Tokens of equal precision lie together in their order, so decoding is two passes like those of ``Quantizer``, and groups
-of 32 tokens that share the numbers of a channel are of one precision. After DiffKV (SOSP 2025), without its page tables.
+of 32 tokens that share the numbers of a channel are of one precision. After DiffKV (SOSP 2025).
 """
 
 from __future__ import annotations

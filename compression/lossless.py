@@ -111,7 +111,7 @@ class Lossless:
         at = HEAD.itemsize
         for byte in turned.view(np.uint8).reshape(-1, elements.itemsize).T:
             raw = np.ascontiguousarray(byte)
-            packed = packer.compress(raw)
+            packed = packer.compress(raw.data)
             shorter = len(packed) < len(raw)
             body = np.frombuffer(packed, np.uint8) if shorter else raw
             length = np.array([len(body) | (0 if shorter else _AS_IT_IS)], _LENGTH)
@@ -148,9 +148,9 @@ class Lossless:
 def _unpacked(unpacker: zstandard.ZstdDecompressor, part: NDArray[np.uint8], count: int) -> NDArray[np.uint8] | None:
     """What zstd has made of ``count`` bytes; None for bytes that it has not. Takes no more memory than that."""
     try:
-        if zstandard.frame_content_size(part) != count:
+        if zstandard.frame_content_size(part.data) != count:
             return None
-        return np.frombuffer(unpacker.decompress(part, allow_extra_data=False), np.uint8)
+        return np.frombuffer(unpacker.decompress(part.data, allow_extra_data=False), np.uint8)
     except zstandard.ZstdError:
         return None
 

@@ -27,7 +27,7 @@ EXACT_MAX = (1 << 16) - 1
 class Kept:
     """What of a page group is stored: its first ``tokens`` tokens, the rest is not defined after decoding.
 
-    The first ``exact_first`` of them (attention sinks) and the last ``exact_last`` (recent ones) are stored as they are.
+    The first ``exact_first`` of them (attention sinks) and the last ``exact_last`` (recent ones) are stored as is.
     """
 
     tokens: int

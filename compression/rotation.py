@@ -28,9 +28,10 @@ def norm_of(dim: int) -> float:
 
 @cache
 def signs_of(dim: int) -> NDArray[np.uint32]:
-    """The signs of a row, uint32 [dim]: the sign bit or 0, of element ``d`` bit ``d % 64`` of SplitMix64 number ``d // 64``.
+    """The signs of a row, uint32 [dim]: the sign bit or 0.
 
-    The same for all rows, part of the format. Read-only.
+    Of element ``d`` bit ``d % 64`` of SplitMix64 number ``d // 64`` says which. The same for all rows,
+    part of the format. Read-only.
     """
     bits = [(_split_mix(d // 64) >> d % 64) & 1 for d in range(dim)]
     signs = np.array(bits, np.uint32) << np.uint32(31)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import overload
 
 import numpy as np
@@ -13,7 +12,7 @@ from kvstore.errors import BadInputError
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-DOUBLING_TOKENS_MAX = 1e12
+_MOST = 1e12
 
 
 def doubling_tokens_of(n_parameters: float, layers: int, query_heads: int, head_dim: int) -> float:
@@ -28,12 +27,11 @@ def doubling_tokens_of(n_parameters: float, layers: int, query_heads: int, head_
 
 def checked_doubling_tokens(value: object) -> float:
     """As a number. Raises BadInputError unless it is 0, for unknown, or may be such a position."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        if value == 0 or 1 <= value <= DOUBLING_TOKENS_MAX:
-            return float(value)
+    if isinstance(value, int | float) and value is not True and (value == 0 or 1 <= value <= _MOST):
+        return float(value)
     raise BadInputError(
         f"attention_doubling_tokens is {value!r:.80}; it must be 0, if it isn't known, or a number of tokens from 1 to "
-        f"{DOUBLING_TOKENS_MAX:.0e}"
+        f"{_MOST:.0e}"
     )
 
 

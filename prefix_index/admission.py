@@ -11,12 +11,14 @@ from kvstore.prefix_index.index import PrefixIndex
 def outlasting(index: PrefixIndex, ids: Ids, n_short: int, tier: int) -> Ids:
     """Of blocks that are to get copies in a tier, those that are not among the ``n_short`` to go first with them there.
 
-    All of them, where the policy never takes newcomers for worth less than what is there (``weighs``). Changes nothing.
+    ``ids`` are in path order; of equal ones the last go first. All of them stay where the policy never takes newcomers
+    for worth less than what is there (``weighs``). Changes nothing.
     """
     if n_short <= 0 or not len(ids) or not index.policy.of(tier).weighs:
         return ids
     going = index.coldest(n_short, tier)
-    order = np.argsort(np.concatenate((index.rank(going, tier), index.rank(ids, tier))), kind="stable")
+    tail_first = ids[::-1]
+    order = np.argsort(np.concatenate((index.rank(going, tier), index.rank(tail_first, tier))), kind="stable")
     stays = np.ones(len(going) + len(ids), np.bool_)
     stays[order[:n_short]] = False
-    return ids[stays[len(going) :]]
+    return ids[stays[len(going) :][::-1]]

@@ -34,6 +34,7 @@ from kvstore.bench.report import (
     progress_bar,
     save,
 )
+from kvstore.cli.bench_codecs import codecs
 from kvstore.cli.bench_crowd import clients, overlap, tell
 from kvstore.cli.bench_gpu import gpu
 from kvstore.cli.daemon_process import free_port, own_daemon, own_process
@@ -379,3 +380,4 @@ def peers(
 bench.add_command(clients)
 bench.add_command(overlap)
 bench.add_command(gpu)
+bench.add_command(codecs)

@@ -51,7 +51,7 @@ from kvstore.prefix_index.policies import POLICIES
     "doubling_tokens",
     type=click.FloatRange(min=1),
     default=None,
-    help="The position at which attention costs the model as much as all the rest of a token.  [default: the --model's]",
+    help="Position at which attention costs the model as much as all the rest of a token.  [default: the --model's]",
 )
 @click.option("--dram", "dram_bytes", type=SIZE, default=0, help="Simulate this much DRAM,")
 @click.option("--nvme", "nvme_bytes", type=SIZE, default=0, help="and so much NVMe below it.")

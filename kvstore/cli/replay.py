@@ -91,7 +91,7 @@ TIER_OPTIONS = ("nvme_percent", "nvme_blocks", "hbm_percent", "hbm_blocks")
     "--attention-doubling-tokens",
     type=float,
     default=0.0,
-    help="The position at which attention costs the model as much as all the rest of a token, for policies that weigh it.",
+    help="Position at which attention costs the model as much as all the rest of a token; 0 = not told.",
 )
 @click.option("--clients", type=int, default=1, show_default=True, help="Concurrent client processes.")
 @click.option(

@@ -126,12 +126,13 @@ def quantize(
     go. ``tokens``: int32 [n, heads, count]. Blocks, without Python's lock; ``threads`` OS threads share the heads. The
     caller answers for all memory.
     """
-    lost = np.zeros((len(kv), rows.heads), np.uint8)
+    lost = np.zeros((len(kv), rows.heads), np.bool_)
     job = _job(rows)
     _native.kv_quantize(
         ctypes.byref(job), len(kv), *_pointers(kv, codes, numbers, tokens, lost), LEVELS.index(level), threads
     )
-    return lost.any(axis=1)
+    any_lost: NDArray[np.bool_] = lost.any(axis=1)
+    return any_lost
 
 
 def dequantize(

@@ -62,6 +62,7 @@ def lru_tail(trace: Trace, capacity: int) -> HitCounts:
         while len(present) > capacity:
             present.popitem(last=False)
             counts.evicted += 1
+    counts.prefill, counts.prefill_saved = counts.token_accesses, counts.token_hits  # nobody has told what tokens cost
     return counts
 
 
@@ -125,6 +126,7 @@ class TwoLevels:
     def write(self, block: int) -> None:
         at: int | None = block
         while at is not None:
+            self.counts.nvme_written += at not in self.level["nvme"]
             self.level["nvme"].add(at)
             at = self.above[at]
 
@@ -182,6 +184,7 @@ def test_a_hierarchy_equals_two_plain_levels(seed: int, dram: int, nvme: int, wr
         model.request(trace.ids(index).tolist())
     counts = simulate(trace, "lru", dram, nvme, write_policy, selective_hits=model.selective_hits)
     model.counts.token_hits, model.counts.token_accesses = counts.token_hits, counts.token_accesses
+    model.counts.prefill_saved, model.counts.prefill = counts.prefill_saved, counts.prefill
     assert counts == model.counts
     assert counts.dram_block_hits + counts.nvme_block_hits == counts.block_hits
 

@@ -42,10 +42,11 @@ class Rig:
         nvme: NvmeTier | None = None,
         write: WriteBehind | None = None,
         hbm: HbmSetup | None = None,
+        policy: str = "lru",
     ) -> None:
         self.clock = clock or ManualClock(1000.0)
         self.dram = DramTier(capacity_bytes, region_bytes, starter_bytes, prefault=False)
-        index = PrefixIndex(make_policy("lru"), reserve_blocks=64, nvme=nvme is not None, hbm=hbm is not None)
+        index = PrefixIndex(make_policy(policy), reserve_blocks=64, nvme=nvme is not None, hbm=hbm is not None)
         limits = limits or LeaseLimits(10.0, 100.0)
         pins = PinOptions(ANY_BYTES, ANY_BYTES, limits.default_s, limits.max_s)
         self.store = Store(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.hints import Hints
 from kvstore.jobs import Lane
 from kvstore.offload import UNNAMED_MAX, WRITES_MAX, WritePolicy
 from kvstore.store.hierarchy import WriteBehind
@@ -131,6 +132,29 @@ def test_back_does_not_write_what_stays_in_use(make: MakeStore) -> None:
     assert after.found(after.rows(4, tag=1)) == 0
     assert after.found(after.rows(1, tag=2)) == 1
     after.close()
+
+
+def test_what_would_be_the_first_to_go_on_a_full_disk_is_not_written_unless_somebody_waits(tmp_path: Path) -> None:
+    rig = TwoTierRig(tmp_path, Settings(write=WriteBehind(queue_bytes_max=MIB), policy="hazard"))
+    tag = 0
+    while not rig.count("nvme_evicted_blocks"):
+        rig.put(ALICE, rig.rows(4, tag=(tag := tag + 1)))
+        rig.jobs.all()
+    assert rig.count("offload_declined_blocks") == 0  # before anything is learnt, what is new is worth most
+    written = rig.count("offloaded_blocks")
+    worthless = rig.rows(4, tag=999)._replace(hints=Hints(priority=-100))
+    rig.put(ALICE, worthless)
+    rig.jobs.all()
+    declined = rig.count("offload_declined_blocks")
+    assert 0 < declined <= 4
+    assert rig.count("offloaded_blocks") == written + 4 - declined
+    assert rig.count("offload_skipped_blocks") == 0
+    persist = rig.store.begin_persist(worthless)
+    assert persist is not None
+    rig.jobs.all()
+    assert rig.store.n_durable(persist) == 4
+    rig.store.end_persist(persist)
+    rig.close()
 
 
 @pytest.mark.parametrize("policy", [WritePolicy.SELECTIVE, WritePolicy.BACK])

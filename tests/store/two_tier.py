@@ -56,6 +56,7 @@ class Settings:
     recovery: str = "normal"
     durability: bool = False
     """Keep account of what a power cut would leave; in memory."""
+    policy: str = "lru"
 
 
 class TwoTierRig(Rig):
@@ -85,7 +86,7 @@ class TwoTierRig(Rig):
         )  # fmt: skip
         super().__init__(
             sizes.dram_bytes, sizes.region_bytes, sizes.starter_bytes, self.settings.limits, clock, self.nvme,
-            self.settings.write, hbm,
+            self.settings.write, hbm, self.settings.policy,
         )  # fmt: skip
         self.jobs = JobRunner(self.store)
         self.ended = False

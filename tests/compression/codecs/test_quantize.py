@@ -82,7 +82,7 @@ def test_a_row_worked_out_by_hand() -> None:
 
 
 def test_halves_go_up() -> None:
-    row = np.array([0, 15, *[2.5] * 7, *[3.5] * 7], np.float32)
+    row = np.array([0.0, 15.0, *[2.5] * 7, *[3.5] * 7], np.float32)
     codes, _, _ = encode_rows(row[None, None], Scheme.TOKEN, 4)
     assert unpacked(codes, 4)[0, 0].tolist() == [0, 15, *[3] * 7, *[4] * 7]
 

@@ -13,7 +13,7 @@ from kvstore.engine_adapter.attention import decode_attention
 from kvstore.errors import DeviceError
 from tests.engine_adapter.attention.scenes import Bytes, Memory, Scene, make_scene
 
-LATENT = {"kv_heads": 1, "key_dim": 576, "latent_value_dim": 512}
+LATENT: dict[str, Any] = {"kv_heads": 1, "key_dim": 576, "latent_value_dim": 512}
 
 
 @pytest.fixture

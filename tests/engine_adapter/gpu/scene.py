@@ -81,7 +81,7 @@ class Scene:
 
     def upload(self, values: Bytes) -> int:
         """New device memory with these values."""
-        address = self.device.malloc(len(values))
+        address = int(self.device.malloc(len(values)))
         with PinnedBuffer(self.device, len(values)) as buffer:
             buffer.array[:] = values
             self._copy(address, buffer.address, len(values))

@@ -52,7 +52,7 @@ class Gather:
         copy(device, table, self._words.device_address, self.stream)
 
     def event(self) -> int:
-        event = self._scene.device.event()
+        event = int(self._scene.device.event())
         self._scene.device.record(event, self.stream)
         return event
 
