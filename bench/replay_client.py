@@ -34,8 +34,8 @@ class ClientOptions:
     """What every client of a replay must know.
 
     ``durable_every``: requests between its waits for durability, 0 = never. ``comeback_s``: how long it waits for
-    a daemon that has gone to come back, 0 = not at all, the rest is misses. ``hbm_device``: with which to read HBM, "" for
-    not at all.
+    a daemon that has gone to come back, 0 = not at all, the rest is misses. ``hbm_device``: with which to read HBM, ""
+    for not at all.
     """
 
     connect: str

@@ -163,22 +163,22 @@ class ReplayOptions:
     def hbm_bytes(self, workload: Workload) -> int:
         """What the HBM tier of the daemon must be given for that room, 0 without one; raises as ``dram_bytes``."""
         blocks = self.hbm_capacity(workload)
-        return 0 if blocks is None else self._tier_bytes(blocks, "hbm")
+        return 0 if blocks is None else self._tier_bytes(blocks, "--hbm-blocks")
 
     def dram_bytes(self, workload: Workload) -> int:
         """What the DRAM tier of the daemon must be given for that room.
 
         Raises BadInputError if that is less than a daemon can have.
         """
-        return self._tier_bytes(self.capacity(workload), "dram")
+        return self._tier_bytes(self.capacity(workload), "--capacity-blocks")
 
-    def _tier_bytes(self, blocks: int, tier: str) -> int:
+    def _tier_bytes(self, blocks: int, option: str) -> int:
         n_bytes = work.dram_capacity_bytes(blocks, self.block_bytes)
         if n_bytes < MIB:
             least = -(-MIB * blocks // n_bytes)
             raise BadInputError(
                 f"a capacity of {blocks} blocks of {self.block_bytes} bytes is below a daemon's least, 1 MiB"
-                f": replay more requests, or give --{tier}-blocks {least} or more"
+                f": replay more requests, or give {option} {least} or more"
             )
         return n_bytes
 

@@ -67,9 +67,8 @@ class Format:
 
         Raises BadInputError for no tokens at all.
         """
-        end = first_token + tokens
-        recent_from = max(first_token, stored_tokens - self.recent)
-        return Kept(tokens, max(0, min(self.sinks, end) - first_token), max(0, end - recent_from))
+        recent = first_token + tokens + self.recent - stored_tokens
+        return Kept(tokens, max(0, self.sinks - first_token), max(0, recent))
 
     def bytes_per_token(self, k: PlaneShape, v: PlaneShape, stored_tokens: int) -> float:
         """Average bytes of one layer's token, K and V, in a prompt of whole page groups of these shapes.

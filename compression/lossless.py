@@ -109,8 +109,8 @@ class Lossless:
         turned |= elements >> (8 * elements.itemsize - 1)
         out = bytes_at(out_at, self.stored_bytes(plane, kept))
         at = HEAD.itemsize
-        for byte in turned.view(np.uint8).reshape(-1, elements.itemsize).T:
-            raw = np.ascontiguousarray(byte)
+        for number in range(elements.itemsize):
+            raw = (turned >> 8 * number).astype(np.uint8).ravel()
             packed = packer.compress(raw.data)
             shorter = len(packed) < len(raw)
             body = np.frombuffer(packed, np.uint8) if shorter else raw

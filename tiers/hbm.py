@@ -19,6 +19,7 @@ from kvstore.tiers.slotted import SlottedTier
 from kvstore.tiers.source import SourceFacts
 from kvstore.types import FIRST_HBM_REGION_ID
 
+
 class DeviceMemory(Protocol):
     """What is asked of the device: see ``kvstore.device.seam``."""
 

@@ -6,7 +6,6 @@ what they are whatever becomes of the right to read, and their memory stays mapp
 
 from __future__ import annotations
 
-import importlib
 import time
 import weakref
 from types import TracebackType
@@ -123,9 +122,10 @@ class Pointers:
         return typed(whole, dtype, shape)
 
     def array(self, i: int, dtype: str = "uint8", shape: tuple[int, ...] | None = None) -> Any:
-        """As ``tensor``, for cupy."""
+        """As ``tensor``, for cupy; raises ImportError without it."""
         self._must_be_cuda("cupy")
-        cupy: Any = importlib.import_module("cupy")
+        import cupy
+
         with cupy.cuda.Device(self._device.facts.ordinal):
             whole = cupy.asarray(self.view(i)).view(dtype)
         return whole if shape is None else whole.reshape(shape)

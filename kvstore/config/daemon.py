@@ -62,8 +62,8 @@ class DaemonConfig:
     With ``holder_path`` the memory is kept by a process behind that socket when the daemon ends, for
     ``holder_grace_s``; the next daemon takes it over.
 
-    ``grpc``, ``metrics``, ``log``, ``tenants``, ``pins`` and ``hbm`` are options of their own. The ConfigError of a value names
-    the fields that it comes from in ``settings``, those of ``grpc`` and the like as ``grpc.listen``.
+    ``grpc``, ``metrics``, ``log``, ``tenants``, ``pins`` and ``hbm`` are options of their own. The ConfigError of a
+    value names the fields that it comes from in ``settings``, those of ``grpc`` and the like as ``grpc.listen``.
     """
 
     socket_path: Path | None

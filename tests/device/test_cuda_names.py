@@ -11,7 +11,9 @@ import pytest
 
 import kvstore
 
-FOLDERS = [Path(kvstore.__file__).parent, Path(__file__).parents[2] / "bench"]
+PACKAGE = Path(kvstore.__file__).parent
+FOLDERS = [PACKAGE, *(path.resolve() for path in PACKAGE.iterdir() if path.is_symlink())]
+CUPY = re.compile(r"cupy(\.\w+)+")
 PATTERN = re.compile(r"(cuda|cu|nvrtc)[A-Z]\w+|CUDA_(ERROR|SUCCESS)\w*|CU_[A-Z]\w+|nvml[A-Z]\w+|NVML_\w+")
 MODULES = ("cuda.bindings.runtime", "cuda.bindings.driver", "cuda.bindings.nvrtc", "pynvml")
 
@@ -42,6 +44,27 @@ def test_every_name_exists() -> None:
     used, known = names_used(), names_known()
     assert {"cudaMemcpyBatchAsync", "cuLaunchKernel", "nvrtcCompileProgram", "cudaErrorMemoryAllocation"} <= set(used)
     assert not {name: place for name, place in used.items() if name not in known}
+
+
+def test_every_name_of_cupy_exists() -> None:
+    """cupy can be imported without a driver, and knows what it has."""
+    used = set()
+    for path in (file.resolve() for folder in FOLDERS for file in folder.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        used |= {text for node in ast.walk(tree) if CUPY.fullmatch(text := _dotted(node))}
+    assert "cupy.asarray" in used
+    cupy = importlib.import_module("cupy")
+    for name in used:
+        found = cupy
+        for part in name.split(".")[1:]:
+            assert hasattr(found, part), name
+            found = getattr(found, part)
+
+
+def _dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,21 @@ def test_damaged_bytes_are_refused_or_decoded_and_nothing_else_is_touched(codec:
         assert not (good & cut & np.bool_(codec.is_fixed)).any()
 
 
+@pytest.mark.parametrize("codec", [c for c in CODECS.values() if c.id != CODEC_RAW], ids=lambda codec: codec.id.name)
+def test_heads_that_contradict_themselves_are_refused(codec: Codec) -> None:
+    groups = Groups(shape(), 6).fill("normal", 0)
+    stored = encode(codec, groups, Kept(64, 64))
+    heads = stored.memory[:, : HEAD.itemsize].copy().view(HEAD)[:, 0]
+    heads["exact_last"][1] = 1
+    heads["tokens"][2] = 0
+    heads["tokens"][3] = 65
+    heads["reserved"][4] = 1
+    heads["for_codec"][5] = 1
+    stored.memory[:, : HEAD.itemsize] = heads[:, None].view(np.uint8)
+    _, good = decode(codec, groups.plane, stored)
+    assert good.tolist() == [True, False, False, False, False, False]
+
+
 def test_planes_that_there_are_not() -> None:
     with pytest.raises(BadInputError, match="has no rows to encode; store it raw"):
         PlaneShape.of(KVGroup(layers=1, dtype="uint8", layout="opaque", page_bytes=64), PlaneKind.WHOLE, 16, 1)
