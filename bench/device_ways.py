@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from kvstore.device.seam import Device
-from kvstore.engine_adapter.gpu.kernel_copies import SPREAD_BLOCKS, KernelCopies, move_pieces
+from kvstore.engine_adapter.gpu.kernel_copies import KernelCopies, move_pieces, read_in_place
 from kvstore.errors import DeviceError
-from kvstore.plan.bandwidth import REPEATS, SIZES, TOTAL_BYTES, BandwidthTable, copy_movers, kernel_ends, measure
-from kvstore.plan.ways import Mover, Pieces, Way
+from kvstore.plan.bandwidth import REPEATS, SIZES, TOTAL_BYTES, BandwidthTable, copy_movers, measure
+from kvstore.plan.ways import Mover, Way
 
 _TABLES = 2
 _OWN_BYTES = 256 << 20
@@ -107,12 +107,5 @@ def _movers(device: Device, effort: Effort, *, with_kernels: bool) -> Iterator[d
     found = copy_movers(device)
     with KernelCopies(device, effort.total_bytes // min(effort.sizes), _TABLES) as kernels:
         if with_kernels:
-            found |= {Way.KERNEL: partial(move_pieces, kernels), Way.ZERO_COPY: partial(_in_place, kernels)}
+            found |= {Way.KERNEL: partial(move_pieces, kernels), Way.ZERO_COPY: partial(read_in_place, kernels)}
         yield found
-
-
-def _in_place(kernels: KernelCopies, pieces: Pieces, stream: int) -> None:
-    """As kernels that work on mapped memory read it: with many threads."""
-    to, come_from = kernel_ends(pieces)
-    sizes = np.full(len(to), pieces.piece_bytes, np.uint64)
-    kernels.copy(to, come_from, sizes, stream, blocks=SPREAD_BLOCKS)

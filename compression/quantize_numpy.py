@@ -125,7 +125,8 @@ def to_fp8(values: Floats) -> Bytes:
     small = np.rint(magnitude * np.float32(2**9)).astype(np.uint32)
     code = np.where(magnitude < _FP8_LEAST_NORMAL, small, normal).astype(np.uint8)
     signs = (values.view(np.uint32) >> 24 & 0x80).astype(np.uint8)
-    return np.bitwise_or(code, signs)
+    signed: Bytes = code | signs
+    return signed
 
 
 @cache

@@ -46,7 +46,8 @@ def _attend(
     queries = q.float().reshape(layout.kv_heads, -1, layout.key_dim)
     logits = torch.matmul(queries, keys.transpose(1, 2)) * scale
     lse = torch.logsumexp(logits, 2)
-    output = torch.matmul(torch.exp(logits - lse[..., None]), values)
+    base = torch.where(lse == -torch.inf, 0.0, lse)
+    output = torch.matmul(torch.exp(logits - base[..., None]), values)
     return Part(output.reshape(len(q), layout.value_dim), lse.reshape(len(q)))
 
 

@@ -129,10 +129,11 @@ def decode_split(
                 value_rows = tl.multiple_of(value_rows, 16)
             values = _load(value_rows, value_at, value_dim, is_visible, as_float32)
 
-        # A tile of this loop has at least one visible token, so ``raised`` is finite.
+        # Logits of visible tokens may be minus infinity, too, all of a tile's: they weigh nothing.
         raised = tl.maximum(most, tl.max(logits, 1))
-        faded = tl.exp2(most - raised)
-        weights = tl.exp2(logits - raised[:, None])
+        base = tl.where(raised == float("-inf"), 0.0, raised)
+        faded = tl.exp2(most - base)
+        weights = tl.exp2(logits - base[:, None])
         most = raised
         total = total * faded + tl.sum(weights, 1)
         output = output * faded[:, None]
@@ -180,7 +181,7 @@ def merge_splits(
     for i in range(n_splits):
         weight = tl.sum(tl.where(split == i, weights, 0.0), 0)
         part = tl.load(outputs + (i * n_rows + row) * value_dim + value_at, mask=value_at < value_dim, other=0.0)
-        merged += weight * part
+        merged += tl.where(weight == 0, 0.0, weight * part)
     divisor = tl.where(total > 0, total, 1.0)
     tl.store(lse + row, most + tl.log(divisor))
     tl.store(output + row * value_dim + value_at, merged / divisor, mask=value_at < value_dim)

@@ -34,8 +34,8 @@ class Part(NamedTuple, Generic[Array]):
 def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> Part[Array]:
     """The parts as one: outputs [..., value_dim] and lses [...] of equal shapes, torch tensors or numpy arrays.
 
-    Computed in the type that they have, on the device where they are, without waiting for it; parts without tokens
-    weigh nothing. A learned sink (a logit for each head that takes weight and gives no value) is a part with zeros for
+    Computed in the type that they have, on the device where they are, without waiting for it; parts that weigh nothing,
+    as those without tokens do, leave nothing of their output, not even NaN. A learned sink (a logit for each head that takes weight and gives no value) is a part with zeros for
     output and that logit for lse. Raises BadInputError for no parts, and for shapes that don't fit.
     """
     _check(outputs, lses)
@@ -47,7 +47,8 @@ def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> Part[Array]:
     total = xp.sum(weights, 0)
     some = total > 0
     divisor = xp.where(some, total, xp.ones_like(total))
-    merged = xp.sum(weights[..., None] * output, 0) / divisor[..., None]
+    weights = weights[..., None]
+    merged = xp.sum(weights * xp.where(weights == 0, xp.zeros_like(output), output), 0) / divisor[..., None]
     return Part(merged, xp.where(some, base + xp.log(divisor), most))
 
 

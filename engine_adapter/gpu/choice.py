@@ -8,7 +8,7 @@ from enum import StrEnum
 from functools import partial
 
 from kvstore.device.seam import Device
-from kvstore.engine_adapter.gpu.kernel_copies import KernelCopies, measure_spread, move_pieces
+from kvstore.engine_adapter.gpu.kernel_copies import KernelCopies, measure_spread, move_pieces, read_in_place
 from kvstore.plan.bandwidth import SIZES, TOTAL_BYTES, BandwidthTable, copy_movers, make_curve
 from kvstore.plan.bandwidth import measure as measure_bandwidth
 from kvstore.plan.calibration import Calibration
@@ -37,7 +37,7 @@ WAYS = {Route.DIRECT: Way.BATCH, Route.KERNEL: Way.KERNEL, Route.STAGED: Way.BAT
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The routes' costs. ``spread_gb_per_s``: see ``SPREAD_GB_PER_S``. ``only``: those that may be taken."""
+    """The routes' costs. ``spread_gb_per_s``: see ``SPREAD_GB_PER_S``. ``only``: those that are taken by choice."""
 
     calibration: Calibration
     spread_gb_per_s: float = SPREAD_GB_PER_S
@@ -51,9 +51,9 @@ class Choice:
             return link_s
         return link_s + LAUNCH_S + n_bytes / (self.spread_gb_per_s * 1e9)
 
-    def route(self, direction: Direction, n_bytes: int, n_runs: int, n_spans: int) -> Route:
-        """The one that is expected to take least."""
-        return min(self.only, key=lambda route: self.expected_s(route, direction, n_bytes, n_runs, n_spans))
+    def routes(self, direction: Direction, n_bytes: int, n_runs: int, n_spans: int) -> list[Route]:
+        """All, what is expected to take least first."""
+        return sorted(self.only, key=lambda route: self.expected_s(route, direction, n_bytes, n_runs, n_spans))
 
     def observe(self, route: Route, direction: Direction, n_bytes: int, n_runs: int, took_s: float) -> None:
         """Copies by one route took so long, alone on their stream. Of a staged one nothing is learnt."""
@@ -66,7 +66,8 @@ def measure(
 ) -> Choice:
     """Costs as measured on a device; blocks for some seconds, and uses memory as ``plan.bandwidth.measure`` does."""
     with KernelCopies(device, total_bytes // min(sizes), 1) as kernels:
-        movers: dict[Way, Mover] = {**copy_movers(device), Way.KERNEL: partial(move_pieces, kernels)}
+        by_kernel = {Way.KERNEL: partial(move_pieces, kernels), Way.ZERO_COPY: partial(read_in_place, kernels)}
+        movers: dict[Way, Mover] = {**copy_movers(device), **by_kernel}
         table = measure_bandwidth(device, movers, sizes=sizes, total_bytes=total_bytes, repeats=repeats)
         return Choice(Calibration(table), measure_spread(device, kernels, min(sizes), total_bytes, repeats))
 

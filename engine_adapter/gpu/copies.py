@@ -74,7 +74,7 @@ class Copies:
         return Copies(self.host[which], self.device[which], self.sizes[which], self.regions[which])
 
     def cut(self, run_bytes_max: int) -> Copies:
-        """The same bytes with no run longer than that."""
+        """The same bytes with no run longer than that, in the order of their host addresses."""
         if not len(self) or int(self.sizes.max()) <= run_bytes_max:
             return self
         most = np.uint64(run_bytes_max)
@@ -83,7 +83,11 @@ class Copies:
         first = np.cumsum(counts) - counts
         offsets = (np.arange(len(which), dtype=np.uint64) - first[which]) * most
         sizes = np.minimum(self.sizes[which] - offsets, most)
-        return Copies(self.host[which] + offsets, self.device[which] + offsets, sizes, self.regions[which])
+        made = Copies(self.host[which] + offsets, self.device[which] + offsets, sizes, self.regions[which])
+        if bool((made.host[1:] >= made.host[:-1]).all()):
+            return made
+        # A run that lies in the one before it in host memory begins before that one's later parts.
+        return made.chosen(np.argsort(made.host, kind="stable"))
 
     def span_starts(self) -> NDArray[np.intp]:
         """Where contiguous spans of host memory begin, as indices of runs. The runs are in the order of their host

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -46,27 +48,52 @@ class EventPool:
 
 
 class AfterEvents:
-    """Does things when events are over, on a thread that lives as long as there are any. May be used by any thread."""
+    """Does things when events are over, on a thread that lives as long as there are any. May be used by any thread.
+
+    In a forked child nothing is done: the work and what is to follow it are the parent's.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._pid = os.getpid()
+        self._marks = EventPool(device)
+        self._stream: int | None = None
+        """Has nothing but waits, so that an event may be recorded again or freed as soon as it was given here."""
         self._state = threading.Condition()
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._running = False
         self._lost: list[Callable[[], None]] = []
 
     def do(self, event: int, then: Callable[[], None]) -> None:
-        """Call ``then`` after an event, as recorded by now, is over; never, if the device fails before."""
+        """Call ``then`` after an event, as recorded by now, and those of earlier calls are over; never, if the device
+        fails before. Raises BadInputError for what is no event: nothing is to be done then.
+        """
         with self._state:
-            self._waiting.append((event, then))
-            if not self._running:
-                self._running = True
-                threading.Thread(target=self._run, name="kvstore-after", daemon=True).start()
+            if self._stream is None:
+                self._stream = self._device.stream()
+            mark = self._marks.take()
+            try:
+                self._device.wait_event(self._stream, event)
+                self._device.record(mark, self._stream)
+                if not self._running:
+                    threading.Thread(target=self._run, name="kvstore-after", daemon=True).start()
+                    self._running = True
+            except BaseException:
+                self._marks.give_back(mark)
+                raise
+            self._waiting.append((mark, then))
 
     def close(self) -> None:
-        """Wait until all is done."""
+        """Wait until all is done that can be."""
+        if os.getpid() != self._pid:
+            return
         with self._state:
             self._state.wait_for(lambda: not self._running)
+            stream, self._stream = self._stream, None
+            with contextlib.suppress(DeviceError):  # a device that failed gives nothing back
+                self._marks.close()
+                if stream is not None:
+                    self._device.free_stream(stream)
 
     def _run(self) -> None:
         while True:
@@ -75,13 +102,20 @@ class AfterEvents:
                     self._running = False
                     self._state.notify_all()
                     return
-                event, then = self._waiting[0]
+                mark, then = self._waiting[0]
             try:
-                self._device.sync_event(event)
+                self._device.sync_event(mark)
                 then()
             except DeviceError as error:
                 self._lost.append(then)
                 _LOG.error("a device failed with work under way", extra=about("device_failed", reason=str(error)))
+            except Exception as error:
+                # What else waits here must not be held up by it.
+                self._lost.append(then)
+                _LOG.exception(
+                    "what was to follow work of a device failed", extra=about("after_event_failed", reason=str(error))
+                )
             with self._state:
                 self._waiting.popleft()
+                self._marks.give_back(mark)
             del then

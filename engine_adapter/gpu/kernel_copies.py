@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import Self
 
 import numpy as np
@@ -36,17 +37,26 @@ class KernelCopies:
         self._tables = tables
         self._rings: tuple[HostRing, DeviceRing] | None = None
 
+    def open(self) -> tuple[HostRing, DeviceRing]:
+        """Have the memory for tables by now, on the host and on the device.
+
+        Raises DeviceMemoryError where there is no room, DeviceError where none can be registered; may be tried again.
+        """
+        if self._rings is None:
+            with ExitStack() as made:
+                host = HostRing(self._device, self._table_bytes, self._tables)
+                made.callback(host.close)
+                device = DeviceRing(self._device, self._table_bytes, self._tables)
+                made.pop_all()
+            self._rings = host, device
+        return self._rings
+
     def copy(self, to: Addresses, come_from: Addresses, sizes: Addresses, stream: int, *, blocks: int) -> None:
         """Give one launch to a stream: runs of ``sizes`` bytes between addresses for kernels, uint64 [n] each.
 
-        Blocks while all tables are under way.
+        Blocks while all tables are under way. Raises what ``open`` does.
         """
-        if self._rings is None:
-            self._rings = (
-                HostRing(self._device, self._table_bytes, self._tables),
-                DeviceRing(self._device, self._table_bytes, self._tables),
-            )
-        host, device = self._rings
+        host, device = self.open()
         table = table_of_runs(_ABSOLUTE, _ABSOLUTE, to.view(np.int64), come_from.view(np.int64), sizes)
         here, there = host.take_for_host(), device.take(stream)
         n_bytes = table.words.nbytes
@@ -74,6 +84,13 @@ def move_pieces(kernels: KernelCopies, pieces: Pieces, stream: int) -> None:
     to, come_from = kernel_ends(pieces)
     sizes = np.full(len(to), pieces.piece_bytes, np.uint64)
     kernels.copy(to, come_from, sizes, stream, blocks=COPY_BLOCKS)
+
+
+def read_in_place(kernels: KernelCopies, pieces: Pieces, stream: int) -> None:
+    """As ``move_pieces``, but as kernels that work on mapped memory read it: with many threads."""
+    to, come_from = kernel_ends(pieces)
+    sizes = np.full(len(to), pieces.piece_bytes, np.uint64)
+    kernels.copy(to, come_from, sizes, stream, blocks=SPREAD_BLOCKS)
 
 
 def measure_spread(device: Device, kernels: KernelCopies, piece_bytes: int, total_bytes: int, repeats: int) -> float:

@@ -6,7 +6,9 @@ What is not registered goes through pinned memory of the lane ("bounced"), with 
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -21,12 +23,18 @@ from kvstore.engine_adapter.gpu.copies import Addresses, Copies, packed
 from kvstore.engine_adapter.gpu.kernel_copies import SPREAD_BLOCKS, KernelCopies
 from kvstore.engine_adapter.gpu.pinned_regions import PinnedRegions
 from kvstore.engine_adapter.gpu.rings import DeviceRing, HostRing, Piece
+from kvstore.errors import DeviceMemoryError
+from kvstore.logs import about
 from kvstore.plan.ways import Direction
 
 Going = Callable[[], bool]
 
+_LOG = logging.getLogger(__name__)
+
 GIVEN_BYTES_MAX = 32 << 20
 """What is given to the device between two looks at whether to go on."""
+NO_ROOM_S = 10.0
+"""For so long a device that had no room for a route is not asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,8 @@ class Lane:
         self._kernels = KernelCopies(device, sizes.table_runs, sizes.pieces)
         self._staging: DeviceRing | None = None
         self._bounce: HostRing | None = None
+        self._no_room: dict[Route, float] = {}
+        """Routes that the device had no room for, and when to ask again (monotonic)."""
 
     def give(self, copies: Copies, end: int, to_finish: list[Piece], going: Going) -> tuple[bool, set[Route]]:
         """Give copies to the device, and record the event ``end`` behind them. Blocks for pinned memory that is in use.
@@ -106,7 +116,7 @@ class Lane:
         """Copies whose host memory is registered, and lies at ``mapped`` for kernels."""
         if not len(copies) or not given.going():
             return
-        route = self._choice.route(self.direction, copies.n_bytes, len(copies), len(copies.span_starts()))
+        route = self._route(copies)
         given.routes.add(route)
         self._counters.add(f"{self.direction}_{route}_bytes", copies.n_bytes)
         if route is Route.DIRECT:
@@ -117,14 +127,43 @@ class Lane:
             for piece in given.while_going(seen.pieces(GIVEN_BYTES_MAX, self._sizes.table_runs)):
                 self._by_kernel(piece.host, piece.device, piece.sizes, COPY_BLOCKS)
         else:
-            self._staged(copies, given)
+            self._staged(copies, self._have_staging(), given)
 
-    def _staged(self, copies: Copies, given: _Given) -> None:
+    def _route(self, copies: Copies) -> Route:
+        """What is expected to take least of what there is memory for. Direct needs none."""
+        n_runs, n_spans = len(copies), len(copies.span_starts())
+        for route in self._choice.routes(self.direction, copies.n_bytes, n_runs, n_spans):
+            if route is Route.DIRECT or self._has_room(route):
+                return route
+        self._counters.add(f"{self.direction}_no_room_bytes", copies.n_bytes)
+        return Route.DIRECT
+
+    def _has_room(self, route: Route) -> bool:
+        """Whether a route has its memory, had by now."""
+        if time.monotonic() < self._no_room.get(route, 0.0):
+            return False
+        try:
+            self._kernels.open()
+            if route is Route.STAGED:
+                self._have_staging()
+        except DeviceMemoryError as error:
+            self._no_room[route] = time.monotonic() + NO_ROOM_S
+            _LOG.warning(
+                "the device has no room for the quickest copies: slower ones need none",
+                extra=about("device_full", route=str(route), reason=str(error)),
+            )
+            return False
+        return True
+
+    def _have_staging(self) -> DeviceRing:
         if self._staging is None:
             self._staging = DeviceRing(self._device, self._sizes.piece_bytes, self._sizes.pieces)
-        for part in given.while_going(copies.pieces(self._staging.piece_bytes, self._sizes.table_runs)):
+        return self._staging
+
+    def _staged(self, copies: Copies, staging: DeviceRing, given: _Given) -> None:
+        for part in given.while_going(copies.pieces(staging.piece_bytes, self._sizes.table_runs)):
             packing = packed(part)
-            piece = self._staging.take(self.stream)
+            piece = staging.take(self.stream)
             start = np.uint64(piece.address)
             if self.direction is Direction.LOAD:
                 self._copy(packing.starts, start + packing.offsets, packing.sizes)
@@ -132,7 +171,7 @@ class Lane:
             else:
                 self._by_kernel(start + packing.at, part.device, part.sizes, SPREAD_BLOCKS)
                 self._copy(packing.starts, start + packing.offsets, packing.sizes)
-            self._staging.used(piece, self.stream)
+            staging.used(piece, self.stream)
 
     def _bounced(self, copies: Copies, given: _Given) -> None:
         if not given.going():

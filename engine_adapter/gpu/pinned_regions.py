@@ -8,6 +8,7 @@ A region is unregistered before it is unmapped, as it is kept until then; and ne
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.device.checked import check_process
 from kvstore.device.seam import Device
 from kvstore.engine_adapter.counters import SharedCounters
 from kvstore.errors import DeviceError, KVStoreError
@@ -89,10 +91,12 @@ class Use:
 class PinnedRegions:
     """See the module. A ``MappingListener``: give it to ``Client.watch_mappings``, of several clients if need be.
 
-    Methods may be called from any thread. ``close`` before the device is closed.
+    Methods may be called from any thread. ``close`` before the device is closed. In a forked child nothing is
+    registered, and nothing is to be done: it is all the parent's.
     """
 
     def __init__(self, device: Device, counters: SharedCounters) -> None:
+        self._pid = os.getpid()
         self._device = device
         self._counters = counters
         self._state = threading.Condition()
@@ -115,6 +119,8 @@ class PinnedRegions:
 
     def mapped(self, mapping: Mapping) -> None:
         """See ``MappingListener``."""
+        if self._is_forked():
+            return
         region = _Region(mapping)
         with self._state:
             if self._closed or mapping.address in self._regions:
@@ -129,6 +135,8 @@ class PinnedRegions:
 
     def leaving(self, mapping: Mapping) -> None:
         """See ``MappingListener``."""
+        if self._is_forked():
+            return
         with self._state:
             region = self._regions.get(mapping.address)
             if region is not None and region.mapping is mapping:
@@ -136,6 +144,8 @@ class PinnedRegions:
 
     def let_go(self) -> None:
         """See ``MappingListener``. Waits for the device to be done with them."""
+        if self._is_forked():
+            return
         with self._state:
             for region in list(self._regions.values()):
                 self._leave(region)
@@ -145,6 +155,8 @@ class PinnedRegions:
 
     def use(self, addresses: Addresses, sizes: NDArray[np.uint64]) -> Use:
         """Where bytes of host memory lie for kernels, as far as they are registered now. Does not block."""
+        if self._is_forked():
+            return Use(self, *self._look_up(_EMPTY, addresses, sizes), [])
         with self._state:
             table = self._table
             which, mapped = self._look_up(table, addresses, sizes)
@@ -158,6 +170,7 @@ class PinnedRegions:
 
         Raises DeviceError, with the reason, if not all can be had.
         """
+        check_process(self._pid)
         with self._state:
             waited_for = self._pending(addresses)
             for region in reversed(waited_for):  # first, and in their order
@@ -180,6 +193,8 @@ class PinnedRegions:
 
     def end_use(self, regions: list[_Region]) -> None:
         """For ``Use``."""
+        if self._is_forked():
+            return
         with self._state:
             for region in regions:
                 region.n_users -= 1
@@ -188,6 +203,8 @@ class PinnedRegions:
 
     def close(self) -> None:
         """Unregister everything, users or not, and end the thread. Idempotent. The device must still be there."""
+        if self._is_forked():
+            return
         with self._state:
             for region in list(self._regions.values()):
                 self._leave(region)
@@ -198,6 +215,10 @@ class PinnedRegions:
             self._thread.join()
 
     # Inside --------------------------------------------------------------------------------------
+
+    def _is_forked(self) -> bool:
+        """Whether this is a child, where the lock may be held by a thread that is not there."""
+        return os.getpid() != self._pid
 
     @staticmethod
     def _look_up(table: _Table, addresses: Addresses, sizes: NDArray[np.uint64]) -> tuple[NDArray[np.intp], Addresses]:

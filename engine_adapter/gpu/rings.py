@@ -28,11 +28,14 @@ class Ring:
     def __init__(self, device: Device, address: int, device_address: int, piece_bytes: int, n: int) -> None:
         self.piece_bytes = piece_bytes
         self._device = device
-        self._pieces = [
-            Piece(i * piece_bytes, address + i * piece_bytes, device_address + i * piece_bytes, device.event())
-            for i in range(n)
-        ]
+        self._pieces: list[Piece] = []
         self._next = 0
+        try:
+            for start in range(0, n * piece_bytes, piece_bytes):
+                self._pieces.append(Piece(start, address + start, device_address + start, device.event()))
+        except BaseException:
+            self.close()
+            raise
 
     def take(self, stream: int) -> Piece:
         """A piece for what the stream is given next, which then waits for the piece's last use. Does not block."""
@@ -61,9 +64,8 @@ class Ring:
 
     def close(self) -> None:
         """Give the events back, and what was to be done with pieces up."""
-        for piece in self._pieces:
-            self._device.free_event(piece.event)
-        self._pieces = []
+        while self._pieces:
+            self._device.free_event(self._pieces.pop().event)
 
     def _turn(self) -> Piece:
         if not self._pieces:
@@ -77,7 +79,7 @@ class DeviceRing(Ring):
     """In device memory of its own."""
 
     def __init__(self, device: Device, piece_bytes: int, n: int) -> None:
-        """Raises DeviceMemoryError."""
+        """Raises DeviceError, as DeviceMemoryError where there is no room; nothing is left of it then."""
         self._memory = device.malloc(piece_bytes * n)
         super().__init__(device, self._memory, self._memory, piece_bytes, n)
 
@@ -93,7 +95,7 @@ class HostRing(Ring):
     """In registered host memory of its own; ``buffer.array`` has the bytes."""
 
     def __init__(self, device: Device, piece_bytes: int, n: int) -> None:
-        """Raises DeviceError where no memory can be registered."""
+        """Raises DeviceError where no memory can be registered; nothing is left of it then."""
         self.buffer = PinnedBuffer(device, piece_bytes * n)
         super().__init__(device, self.buffer.address, self.buffer.device_address, piece_bytes, n)
 

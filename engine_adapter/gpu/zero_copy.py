@@ -95,6 +95,9 @@ class Pointers:
         """Bytes of each block, uint64 [n]."""
         return self._sizes
 
+    def let_wait(self, stream: int) -> None:
+        """Nothing: what lies in host memory need not be waited for. As ``Brought`` has it."""
+
     def unchanged(self) -> bool:
         """Whether the lease still holds, and its blocks are what they were: what kernels read until now counts."""
         return self._open and self._lease.unchanged()
@@ -133,7 +136,8 @@ class Pointers:
     def close(self, event: int | None = None) -> None:
         """No kernel reads this from here on, or none after ``event``: then the lease may be released. Idempotent.
 
-        Does not block. Raises BadInputError while views are alive.
+        Does not block. The event may be recorded again, or freed, at once. Raises BadInputError while views are alive
+        and for what is no event, DeviceError if the device failed: they stay open then.
         """
         if not self._open:
             return
@@ -141,11 +145,12 @@ class Pointers:
             raise BadInputError(
                 f"{len(self._views)} views of these blocks are alive: delete tensors and arrays made from them first"
             )
-        self._open = False
-        if event is None or self._device.query(event):
-            self._let_go()
-        else:
+        if event is not None and not self._device.query(event):
             self._after.do(event, self._let_go)
+            self._open = False
+        else:
+            self._open = False
+            self._let_go()
 
     def __enter__(self) -> Self:
         return self

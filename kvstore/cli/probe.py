@@ -23,7 +23,7 @@ from kvstore.device.cuda import gpus
 from kvstore.device.seam import Device
 from kvstore.errors import BadInputError, DeviceError
 from kvstore.plan.calibration import Calibration
-from kvstore.plan.links import GpuLink, Links, read_links
+from kvstore.plan.links import Links, read_links
 from kvstore.plan.prefill import Prefill, Verdict, load_or_recompute
 from kvstore.plan.regime import Advisor, Facts
 from kvstore.plan.uses import BLOCK_BYTES, USES, advice, for_tokens
@@ -130,7 +130,7 @@ def _measured(device: Device, links: Links, computing: Computing | None) -> dict
     registration = registration_facts(device)
     table = measure_ways(device, effort)
     own_gb_per_s = measure_own_gb_per_s(device, effort)
-    link = _link_of(device, links)
+    link = links.of_device(device.facts.uuid)
     together = _together(device)
     facts = Facts.of(
         link, can_map=registration["sealed"], cannot_map_reason=registration["reason"], gpu_gb_per_s=own_gb_per_s
@@ -170,16 +170,6 @@ def _together(device: Device) -> Together | None:
         return measure_all(names) if len(names) > 1 else None
     except DeviceError:
         return None
-
-
-def _link_of(device: Device, links: Links) -> GpuLink | None:
-    return next((gpu for gpu in links.gpus if gpu.uuid and _same_uuid(gpu.uuid, device.facts.uuid)), None)
-
-
-def _same_uuid(nvml: str, cuda: str) -> bool:
-    """NVML writes ``GPU-`` before it; how CUDA's is written depends on who made a text of it."""
-    plain, other = (each.lower().removeprefix("gpu-").replace("-", "") for each in (nvml, cuda))
-    return plain == other
 
 
 def _verdict(calibration: Calibration, computing: Computing) -> Verdict:

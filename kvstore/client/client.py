@@ -201,6 +201,11 @@ class Client(AdminCalls):
             )
         self._session.use_hbm(device)
 
+    @property
+    def hbm_failure(self) -> str:
+        """Why the daemon's HBM could not be opened, after which leases are of DRAM; empty if it could."""
+        return self._session.hbm.failure if self._session.hbm is not None else ""
+
     def watch_mappings(self, listener: MappingListener) -> None:
         """Tell ``listener`` what of the daemon's memory this process maps, so far and from now on."""
         self._session.watch_mappings(listener)

@@ -156,8 +156,12 @@ class Finding(Generic[LeaseT]):
         if max_blocks == 0:
             return self._leased(pb.LeaseReply(), 0, "max_blocks is 0")
         request.wait_s = self._wait_s(wait, request)
-        request.hbm = hbm and self._session.hbm is not None
-        return self._take(request)
+        request.hbm = hbm and self._session.reads_hbm
+        lease = self._take(request)
+        if request.hbm and not self._session.reads_hbm:
+            request.hbm = False  # what is there can't be opened: then from DRAM
+            lease = self._take(request)
+        return lease
 
     def _note_copy(self, n_bytes: int, took_s: float, after_read: bool) -> None:
         """So much was copied, and took so long, not counting a wait for NVMe (``after_read``: there was one).

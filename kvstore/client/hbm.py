@@ -77,6 +77,8 @@ class HbmRegions:
         self.device = device
         self.generations: NDArray[np.uint64] = _NONE
         """Of all slots in HBM, as they are now; read-only."""
+        self.failure = ""
+        """Why the daemon's HBM can't be opened, if it can't: then nothing more is asked of it."""
         self._on_closed = on_closed
         self._open: dict[int, OpenRegion] = {}
         self._leaving: dict[int, weakref.ref[OpenRegion]] = {}
@@ -96,10 +98,7 @@ class HbmRegions:
             if [region.id for region in reply.regions] != region_ids or len(fds) != 1:
                 raise UnavailableError("the daemon gave other regions of HBM than were asked for")
             if reply.device_uuid != self.device.facts.uuid:
-                raise UnavailableError(
-                    f"the daemon's HBM is on device {reply.device_uuid}, this client's device is "
-                    f"{self.device.facts.uuid}: open that one"
-                )
+                raise BadInputError(f"it is on device {reply.device_uuid}, this client's is {self.device.facts.uuid}")
             if not len(self.generations):
                 table = Mapping(fds[0], reply.generations_bytes, writable=False, inherit=False)
                 self.generations = table.array().view(np.uint64)
@@ -108,7 +107,8 @@ class HbmRegions:
                 self._open[region.id] = opened
                 self._alive.add(opened)
         except (DeviceError, BadInputError, OSError) as error:
-            raise UnavailableError(f"the daemon's HBM can't be opened: {error}") from error
+            self.failure = f"the daemon's HBM can't be opened: {error}"
+            raise UnavailableError(self.failure) from error
         finally:
             for fd in fds:
                 os.close(fd)

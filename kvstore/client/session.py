@@ -154,6 +154,11 @@ class Session(Presence):
             if self.hbm is None:
                 self.hbm = HbmRegions(device, self._region_unmapped)
 
+    @property
+    def reads_hbm(self) -> bool:
+        """Whether it has a device for that, with which the daemon's memory could be opened as far as is known."""
+        return self.hbm is not None and not self.hbm.failure
+
     def hbm_blocks(self, message: pb.HbmSlots) -> HbmBlocks:
         """Those blocks of a lease that are in HBM, their regions opened. Call with the lock held.
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import mmap
+import os
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.device.seam import IPC_HANDLE_BYTES, Addresses
-from kvstore.errors import BadInputError
+from kvstore.errors import BadInputError, DeviceError
+
+
+def check_process(pid: int) -> None:
+    """Raise DeviceError unless this is the process that opened the device."""
+    if os.getpid() != pid:
+        raise DeviceError(
+            f"this device was opened by process {pid} and can't be used in a forked child: start that afresh (spawn)"
+        )
 
 
 def check_size(size_bytes: int) -> None:

@@ -7,22 +7,33 @@ integers: ``torch.cuda.ExternalStream`` takes them, and the streams and events o
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.device.checked import check_copy, check_fill, check_handle, check_pages, check_size, some_copies
+from kvstore.device.checked import (
+    check_copy,
+    check_fill,
+    check_handle,
+    check_pages,
+    check_process,
+    check_size,
+    some_copies,
+)
 from kvstore.device.cuda_calls import bindings, do, error_of, number_of
+from kvstore.device.cuda_host import RANGES
 from kvstore.device.cuda_kernels import CudaKernels
 from kvstore.device.kernels import check_launch
 from kvstore.device.seam import IPC_HANDLE_BYTES, Addresses, Argument, DeviceFacts
-from kvstore.errors import BadInputError, DeviceError, KVStoreError
+from kvstore.errors import BadInputError, DeviceError
 
 _SHARED_UNIT_BYTES = 2 << 20
 """CUDA cuts smaller allocations out of blocks of this size, and IPC shares the whole block."""
@@ -50,6 +61,7 @@ class CudaDevice:
         n_devices = do(runtime.cudaGetDeviceCount)
         if not 0 <= ordinal < n_devices:
             raise DeviceError(f"there is no GPU number {ordinal}: CUDA shows {n_devices}, counted from 0")
+        self._pid = os.getpid()
         self._closed = False
         self._lock = threading.Lock()
         self._allocated: set[int] = set()
@@ -98,25 +110,27 @@ class CudaDevice:
             raise DeviceError(
                 f"{self._facts.name} can't register host memory as read-only; copy through memory of yours"
             )
-        with self._current() as runtime:
+        with self._current() as runtime, ExitStack() as undo:
             flags = runtime.cudaHostRegisterMapped | runtime.cudaHostRegisterPortable
             if read_only:
                 flags |= runtime.cudaHostRegisterReadOnly
-            do(runtime.cudaHostRegister, address, size_bytes, flags)
-            try:
-                for_kernels = int(do(runtime.cudaHostGetDevicePointer, address, 0))
-            except KVStoreError:
-                do(runtime.cudaHostUnregister, address)
-                raise
-        with self._lock:
-            self._registered.add(address)
+            with self._lock:
+                if address in self._registered:
+                    raise BadInputError(f"host memory at {address:#x} is registered already: register a range once")
+                self._registered.add(address)
+            undo.callback(self._registered.discard, address)
+            register = partial(do, runtime.cudaHostRegister, address, size_bytes, flags)
+            RANGES.take(address, size_bytes, read_only, register)
+            undo.callback(RANGES.give_back, address, partial(do, runtime.cudaHostUnregister, address))
+            for_kernels = int(do(runtime.cudaHostGetDevicePointer, address, 0))
+            undo.pop_all()
         return for_kernels
 
     def host_unregister(self, address: int) -> None:
         with self._current() as runtime:
             self._forget(self._registered, address, "host_unregister", "host_register")
             do(runtime.cudaDeviceSynchronize)
-            do(runtime.cudaHostUnregister, address)
+            RANGES.give_back(address, partial(do, runtime.cudaHostUnregister, address))
 
     def ipc_export(self, address: int) -> bytes:
         with self._current() as runtime:
@@ -254,6 +268,8 @@ class CudaDevice:
             self._kernels.launch(kernel, grid, block, arguments, stream, shared_bytes)
 
     def close(self) -> None:
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -270,12 +286,13 @@ class CudaDevice:
             for give_back, taken in (
                 (runtime.cudaFree, self._allocated),
                 (runtime.cudaIpcCloseMemHandle, self._opened.elements()),
-                (runtime.cudaHostUnregister, self._registered),
                 (runtime.cudaEventDestroy, self._events),
                 (runtime.cudaStreamDestroy, self._streams),
             ):
                 for each in taken:
                     stack.callback(do, give_back, each)
+            for address in self._registered:
+                stack.callback(RANGES.give_back, address, partial(do, runtime.cudaHostUnregister, address))
             stack.callback(do, runtime.cudaDeviceSynchronize)
 
     # Inside ------------------------------------------------------------------------------------------
@@ -283,6 +300,7 @@ class CudaDevice:
     @contextmanager
     def _current(self) -> Iterator[Any]:
         """The runtime, with this device's context current on this thread; afterwards the thread has what it had."""
+        check_process(self._pid)
         if self._closed:
             raise DeviceError("the device is closed; open another")
         driver = bindings("driver")

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.device import simulated_pages as pages
-from kvstore.device.checked import check_copy, check_fill, check_pages, check_size, some_copies
+from kvstore.device.checked import check_copy, check_fill, check_pages, check_process, check_size, some_copies
 from kvstore.device.kernels import check_launch
 from kvstore.device.seam import Addresses, Argument, DeviceFacts
 from kvstore.device.simulated_memory import Memory, Range
@@ -230,10 +230,9 @@ class SimulatedDevice:
             launcher(kernel, grid, block, arguments, shared_bytes)
 
     def _check(self) -> None:
+        check_process(self._pid)
         if self._closed:
             raise DeviceError("the device is closed; open another")
-        if os.getpid() != self._pid:
-            raise DeviceError("a device can't be used in a forked child; open one there, or start the child afresh")
         self._streams.check()
 
 

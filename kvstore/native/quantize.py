@@ -131,7 +131,7 @@ def quantize(
     _native.kv_quantize(
         ctypes.byref(job), len(kv), *_pointers(kv, codes, numbers, tokens, lost), LEVELS.index(level), threads
     )
-    any_lost: NDArray[np.bool_] = lost.any(axis=1)
+    any_lost: NDArray[np.bool_] = lost.max(axis=1, initial=False)
     return any_lost
 
 

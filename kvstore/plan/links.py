@@ -98,6 +98,10 @@ class Links:
     """The latest CUDA that the driver runs."""
     absent: str = ""
 
+    def of_device(self, uuid: str) -> GpuLink | None:
+        """The GPU that CUDA calls so, with or without ``GPU-`` before it; None if NVML does not tell of it."""
+        return next((gpu for gpu in self.gpus if gpu.uuid and _plain(gpu.uuid) == _plain(uuid)), None)
+
 
 def read_links(nvml: Any = None) -> Links:
     """Ask the driver; takes some milliseconds for each GPU. ``nvml`` replaces the module ``pynvml``."""
@@ -273,3 +277,7 @@ def _text(given: str | bytes) -> str:
 
 def _why(error: Exception) -> str:
     return str(error) or type(error).__name__
+
+
+def _plain(uuid: str) -> str:
+    return uuid.lower().removeprefix("gpu-").replace("-", "")

@@ -13,6 +13,7 @@ from kvstore.compression import quantize_numpy
 from kvstore.compression.codec import CodecId
 from kvstore.compression.quantize import NUMPY, backends
 from kvstore.errors import BadInputError, IntegrityError
+from kvstore.native.mapping import bytes_at
 
 SMALL = CodecBenchOptions(pairs=1, batch_bytes=64 << 10, heads=2, dim=16, tokens=16, threads=2)
 
@@ -38,7 +39,7 @@ def test_a_backend_of_other_bytes_is_not_timed(monkeypatch: pytest.MonkeyPatch) 
     def wrong(*arguments: Any) -> Any:
         result = plain(*arguments)
         codes = arguments[2]
-        quantize_numpy.bytes_at(int(codes[0]), 1)[0] ^= 1
+        bytes_at(int(codes[0]), 1)[0] ^= 1
         return result
 
     monkeypatch.setattr(quantize_numpy, "quantize", wrong)

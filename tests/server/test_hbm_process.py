@@ -20,7 +20,8 @@ from kvstore.client import Client, NamespaceHandle
 from kvstore.client.lease import Lease
 from kvstore.config import MIB
 from kvstore.device import open_device
-from kvstore.errors import BadInputError, EndedError
+from kvstore.device.simulated import SimulatedDevice
+from kvstore.errors import BadInputError, DeviceError, EndedError
 from kvstore.types import KVSpec, Namespace
 
 BLOCK_BYTES = 16384
@@ -225,6 +226,26 @@ def test_another_daemon_starts_with_empty_hbm(wait_until: Any) -> None:
         engine.promote(1, wait_until)
         with engine.lease(1) as lease:
             assert engine.bytes_of(lease) == {at: content(1)[at].tobytes() for at in range(4)}
+
+
+def test_a_client_that_can_not_open_it_reads_dram(
+    engine: Engine, wait_until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise DeviceError("peer access is not supported")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulatedDevice, "ipc_open", refuse)
+        engine.namespace.put(prompt(1), content(1))
+        engine.lease(1).release()
+        wait_until(lambda: engine.stat("hbm_blocks") == 4, "its copies are in HBM")
+        with engine.lease(1) as lease:
+            assert len(lease) == 4
+            assert not len(lease.hbm)
+            np.testing.assert_array_equal(lease[3], content(1)[3])
+    assert "peer access is not supported" in engine.client.hbm_failure
+    with engine.lease(1) as lease:
+        assert not len(lease.hbm)
 
 
 def test_hbm_of_another_device_is_refused(path: str) -> None:

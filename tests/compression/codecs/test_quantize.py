@@ -74,7 +74,7 @@ def test_values_come_back_within_half_a_step(
 
 def test_a_row_worked_out_by_hand() -> None:
     """0, 0.25 ... 3.75 at 4 bits: minimum 0, scale 0.25, so codes are 0 to 15, two to a byte."""
-    row = np.arange(16, dtype=np.float32) / 4
+    row = np.arange(16, dtype=np.float32) * np.float32(0.25)
     codes, numbers, lost = encode_rows(row[None, None], Scheme.TOKEN, 4)
     assert codes[0, 0].tolist() == [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]
     assert numbers[0].tolist() == [0.0, 0.25]

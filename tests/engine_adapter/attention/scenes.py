@@ -72,6 +72,8 @@ def attend(q: Floats, keys: Floats, values: Floats, visible: NDArray[np.bool_]) 
     for head in range(q.shape[0]) if visible.any() else ():
         logits = keys[visible, head // group] @ q[head] / np.sqrt(q.shape[1])
         top = logits.max()
+        if top == -np.inf:
+            continue
         weights = np.exp(logits - top)
         outputs[head] = weights @ values[visible, head // group] / weights.sum()
         lses[head] = top + np.log(weights.sum())
@@ -120,11 +122,13 @@ def make_scene(
     alignment: int = 16,
     memory: Memory = own_memory,
     strong: bool = False,
+    n_excluded: int = 0,
     device: str = "cpu",
 ) -> Scene:
     """Random KV in pages in random order with gaps. ``alignment``: of page addresses, in bytes, and of no more.
 
-    ``strong``: logits so far apart that a few tokens have all the weight.
+    ``strong``: logits so far apart that a few tokens have all the weight. ``n_excluded``: the logits of so many tokens at
+    the beginning of each request are minus infinity, as their keys are.
     """
     rng = np.random.default_rng(seed)
     value_dim = latent_value_dim or key_dim
@@ -152,6 +156,7 @@ def make_scene(
             _random(rng, (n, kv_heads, key_dim), dtype, 4.0 if strong else 1.0)
             for _ in range(1 if latent_value_dim else 2)
         ]
+        kv[0][:n_excluded] = -torch.inf
         keys.append(kv[0].double().numpy())
         values.append(kv[-1].double().numpy()[..., :value_dim])
         for page in range(count):
@@ -164,6 +169,7 @@ def make_scene(
     addresses = (starts + address).astype(np.uint64)
     rows = [addresses[end - count : end] for end, count in zip(ends.tolist(), counts, strict=True)]
     q = _random(rng, (len(n_tokens), kv_heads * group, key_dim), dtype, 1.0).to(device)
+    q = q.abs() + 0.125 if n_excluded else q
     pages = KVPages.of(layout, rows, n_tokens, first_tokens=first_tokens, device=device)
     first = np.broadcast_to(first_tokens, len(n_tokens)).tolist()
     visible = [np.arange(n) >= begin for n, begin in zip(n_tokens, first, strict=True)]

@@ -50,6 +50,11 @@ def test_more_tokens_than_are_gathered_at_a_time() -> None:
     assert not scene.disagreement(decode_attention(scene.q, scene.pages))
 
 
+def test_whole_chunks_of_logits_that_are_minus_infinity() -> None:
+    scene = make_scene(4, [1700, 512, 600, 3], n_excluded=512)
+    assert not scene.disagreement(decode_attention(scene.q, scene.pages))
+
+
 def test_tokens_that_are_not_there_are_not_looked_at() -> None:
     scene = make_scene(3, [64], page_tokens=64)
     fewer = replace(scene.pages, n_tokens=torch.tensor([40], dtype=torch.int32))

@@ -62,6 +62,15 @@ def test_nothing_merged_with_nothing_is_nothing(as_array: Any) -> None:
     assert merged.lse.tolist() == [-np.inf]
 
 
+@pytest.mark.parametrize("as_array", [np.asarray, torch.tensor], ids=["numpy", "torch"])
+@pytest.mark.parametrize("lost", [np.nan, np.inf])
+def test_what_weighs_nothing_leaves_nothing(as_array: Any, lost: float) -> None:
+    merged = merge([as_array([[lost, lost]]), as_array([[1.0, 2.0]])], [as_array([-np.inf]), as_array([0.5])])
+    assert merged.output.tolist() == [[1.0, 2.0]]
+    assert merged.lse.tolist() == [0.5]
+    assert np.isnan(np.asarray(merge([as_array([[lost]])] * 2, [as_array([np.nan])] * 2).output)).all()
+
+
 def test_a_learned_sink_takes_weight_and_gives_no_value() -> None:
     q, keys, values = random_kv(9, 20)
     output, lse = attend(q, keys, values, np.ones(20, bool))
