@@ -156,7 +156,7 @@ class PinnedRegions:
     def use(self, addresses: Addresses, sizes: NDArray[np.uint64]) -> Use:
         """Where bytes of host memory lie for kernels, as far as they are registered now. Does not block."""
         if self._is_forked():
-            return Use(self, *self._look_up(_EMPTY, addresses, sizes), [])
+            return Use(self, np.zeros(len(addresses), np.uint64), np.full(len(addresses), -1, np.int64), [])
         with self._state:
             table = self._table
             which, mapped = self._look_up(table, addresses, sizes)

@@ -130,7 +130,8 @@ def _announce(daemon: Daemon, config: DaemonConfig) -> None:
 def _dram_words(daemon: Daemon, config: DaemonConfig) -> str:
     n_taken_over = int(daemon.store.stats()[0]["taken_over_blocks"])
     taken_over = f" ({n_taken_over:,} blocks taken over)" if config.holder_path is not None else ""
-    return f"{format_size(config.dram_bytes)} DRAM{taken_over}"
+    hbm = f"{format_size(config.hbm.capacity_bytes)} HBM on {config.hbm.device}, " if config.hbm.device else ""
+    return f"{hbm}{format_size(config.dram_bytes)} DRAM{taken_over}"
 
 
 def _nvme_words(daemon: Daemon, config: DaemonConfig) -> str:

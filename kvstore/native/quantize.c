@@ -16,6 +16,10 @@
 #include <immintrin.h>
 #endif
 
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "codes are packed on little-endian machines only; numpy does the work elsewhere"
+#endif
+
 #define KV_EXPORT __attribute__((visibility("default")))
 
 /* A product and a sum stay two operations. */
@@ -31,27 +35,33 @@ enum { KV_PORTABLE = 0, KV_AVX2 = 1, KV_AVX512 = 2 };
 enum { MAX_THREADS = 16 };
 
 #define KV_LEVEL 0
+#define LANES 4
 #define NAME(x) portable_##x
 #include "quantize_rows.h"
 #undef NAME
+#undef LANES
 #undef KV_LEVEL
 
 #ifdef KV_X86
 #pragma GCC push_options
 #pragma GCC target("avx2,f16c")
 #define KV_LEVEL 1
+#define LANES 8
 #define NAME(x) avx2_##x
 #include "quantize_rows.h"
 #undef NAME
+#undef LANES
 #undef KV_LEVEL
 #pragma GCC pop_options
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c")
 #define KV_LEVEL 2
+#define LANES 16
 #define NAME(x) avx512_##x
 #include "quantize_rows.h"
 #undef NAME
+#undef LANES
 #undef KV_LEVEL
 #pragma GCC pop_options
 #endif

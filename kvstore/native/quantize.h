@@ -9,8 +9,8 @@
 enum { DTYPE_BF16 = 0, DTYPE_FP16 = 1, DTYPE_FP32 = 2 };
 enum { PER_TOKEN = 0, PER_TOKEN_ROTATED = 1, PER_CHANNEL = 2, FP8 = 3 };
 
-/* Elements of a vector, rows of a batch, rows of a group of channels, channels worked on at a time, longest row. */
-enum { LANES = 16, BATCH = 16, GROUP = 32, CHANNELS = 64, DIM_MAX = 1024 };
+/* Rows of a batch, rows of a group of channels, longest row; rows are multiples of the first. */
+enum { BATCH = 16, GROUP = 32, DIM_MAX = 1024 };
 
 /* The largest fp16: nothing beyond it is stored, so that a scale and a minimum always fit. */
 #define VALUE_MAX 65504.0f
@@ -39,7 +39,7 @@ static inline int64_t row_offset(const Job *job, int head, const int32_t *tokens
 
 /* Whole vectors of a row can be written past the cache. */
 static inline int can_stream(const Job *job, const char *row) {
-    return job->streams && (uintptr_t)row % (2 * LANES) == 0;
+    return job->streams && (uintptr_t)row % 32 == 0;
 }
 
 /* Of one head: where in a payload's codes and numbers it begins. */
@@ -77,6 +77,29 @@ static inline uint16_t float_half(float value) {
         return (uint16_t)(sign | (float_bits(bits_float(magnitude) + 0.5f) - float_bits(0.5f)));
     magnitude += 0xfff + (magnitude >> 13 & 1);
     return (uint16_t)(sign | ((magnitude >> 13) - (112u << 10)));
+}
+
+/* 8 codes at a time, one in each byte: to 4 or 2 bits each, the first in the lowest, and back. */
+static inline uint64_t packed_codes(uint64_t w, int bits) {
+    if (bits == 4) {
+        w = (w | w >> 4) & 0x00ff00ff00ff00ff;
+        w = (w | w >> 8) & 0x0000ffff0000ffff;
+        return (w | w >> 16) & 0xffffffff;
+    }
+    w = (w | w >> 6) & 0x000f000f000f000f;
+    w = (w | w >> 12) & 0x000000ff000000ff;
+    return (w | w >> 24) & 0xffff;
+}
+
+static inline uint64_t unpacked_codes(uint64_t w, int bits) {
+    if (bits == 4) {
+        w = (w | w << 16) & 0x0000ffff0000ffff;
+        w = (w | w << 8) & 0x00ff00ff00ff00ff;
+        return (w | w << 4) & 0x0f0f0f0f0f0f0f0f;
+    }
+    w = (w | w << 24) & 0x000000ff000000ff;
+    w = (w | w << 12) & 0x000f000f000f000f;
+    return (w | w << 6) & 0x0303030303030303;
 }
 
 #endif

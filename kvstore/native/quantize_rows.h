@@ -1,33 +1,26 @@
 /*
- * Quantisation of rows of one head, in vectors of 16 floats. quantize.c includes this once for each instruction set,
- * with NAME(x) for the names of that copy and KV_LEVEL for its instructions. docs/FORMAT.md has the arithmetic; each
- * operation is a single IEEE one in fp32, so every copy, numpy and a GPU give the same bytes.
+ * Quantisation of rows of one head, in vectors of LANES floats. quantize.c includes this once for each instruction set,
+ * with NAME(x) for the names of that copy, KV_LEVEL for its instructions and LANES for what one register holds.
+ * docs/FORMAT.md has the arithmetic; each operation is a single IEEE one in fp32, so every copy, numpy and a GPU give
+ * the same bytes.
  */
-typedef float NAME(F) __attribute__((vector_size(64)));
-typedef int32_t NAME(I) __attribute__((vector_size(64)));
-typedef uint32_t NAME(U) __attribute__((vector_size(64)));
-typedef uint16_t NAME(H) __attribute__((vector_size(32)));
-typedef uint8_t NAME(B) __attribute__((vector_size(16)));
-typedef uint16_t NAME(H8) __attribute__((vector_size(16)));
-typedef uint8_t NAME(B8) __attribute__((vector_size(8)));
-typedef uint32_t NAME(U4) __attribute__((vector_size(16)));
-typedef uint8_t NAME(B4) __attribute__((vector_size(4)));
+typedef float NAME(F) __attribute__((vector_size(4 * LANES)));
+typedef int32_t NAME(I) __attribute__((vector_size(4 * LANES)));
+typedef uint32_t NAME(U) __attribute__((vector_size(4 * LANES)));
+typedef uint16_t NAME(H) __attribute__((vector_size(2 * LANES)));
+typedef uint8_t NAME(B) __attribute__((vector_size(LANES)));
 
 #define F NAME(F)
 #define I NAME(I)
 #define U NAME(U)
 #define H NAME(H)
 #define B NAME(B)
-#define H8 NAME(H8)
-#define B8 NAME(B8)
-#define U4 NAME(U4)
-#define B4 NAME(B4)
 #define INLINE static inline __attribute__((always_inline))
 
-/*
- * ---- What vector extensions lack, or compilers do lane by lane: smaller and larger, fp16, other widths. `picked` is
- * every second (fourth) byte, from the first on.
- */
+/* Channels that are worked on at a time. */
+#define CHANNELS (4 * LANES)
+
+/* ---- What vector extensions lack, or compilers do lane by lane: smaller and larger, fp16, other widths. */
 
 #if KV_LEVEL == 2
 INLINE F NAME(min)(F a, F b) { return (F)_mm512_min_ps((__m512)a, (__m512)b); }
@@ -44,87 +37,44 @@ INLINE I NAME(widened8)(B b) { return (I)_mm512_cvtepu8_epi32((__m128i)b); }
 INLINE B NAME(narrowed8)(I q) { return (B)_mm512_cvtepi32_epi8((__m512i)q); }
 INLINE U NAME(widened16)(H h) { return (U)_mm512_cvtepu16_epi32((__m256i)h); }
 INLINE H NAME(narrowed16)(U u) { return (H)_mm512_cvtepi32_epi16((__m512i)u); }
+INLINE void NAME(stream)(char *at, H h) { _mm256_stream_si256((__m256i *)(void *)at, (__m256i)h); }
 #elif KV_LEVEL == 1
-typedef union {
-    F f;
-    I i;
-    __m256 f8[2];
-    __m256i i8[2];
-} NAME(Halves);
-typedef union {
-    H h;
-    __m128i h8[2];
-} NAME(HalfHalves);
-INLINE F NAME(min)(F a, F b) {
-    NAME(Halves) x = {a}, y = {b};
-    for (int i = 0; i < 2; i++) x.f8[i] = _mm256_min_ps(x.f8[i], y.f8[i]);
-    return x.f;
-}
-INLINE F NAME(max)(F a, F b) {
-    NAME(Halves) x = {a}, y = {b};
-    for (int i = 0; i < 2; i++) x.f8[i] = _mm256_max_ps(x.f8[i], y.f8[i]);
-    return x.f;
-}
-INLINE I NAME(max_int)(I a, I b) {
-    NAME(Halves) x = {.i = a}, y = {.i = b};
-    for (int i = 0; i < 2; i++) x.i8[i] = _mm256_max_epi32(x.i8[i], y.i8[i]);
-    return x.i;
-}
+INLINE F NAME(min)(F a, F b) { return (F)_mm256_min_ps((__m256)a, (__m256)b); }
+INLINE F NAME(max)(F a, F b) { return (F)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE I NAME(max_int)(I a, I b) { return (I)_mm256_max_epi32((__m256i)a, (__m256i)b); }
 INLINE float NAME(min_of)(F a) {
-    NAME(Halves) x = {a};
-    __m256 m = _mm256_min_ps(x.f8[0], x.f8[1]);
-    __m128 n = _mm_min_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
+    __m128 n = _mm_min_ps(_mm256_castps256_ps128((__m256)a), _mm256_extractf128_ps((__m256)a, 1));
     n = _mm_min_ps(n, _mm_movehl_ps(n, n));
     return _mm_cvtss_f32(_mm_min_ss(n, _mm_shuffle_ps(n, n, 1)));
 }
 INLINE float NAME(max_of)(F a) {
-    NAME(Halves) x = {a};
-    __m256 m = _mm256_max_ps(x.f8[0], x.f8[1]);
-    __m128 n = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
+    __m128 n = _mm_max_ps(_mm256_castps256_ps128((__m256)a), _mm256_extractf128_ps((__m256)a, 1));
     n = _mm_max_ps(n, _mm_movehl_ps(n, n));
     return _mm_cvtss_f32(_mm_max_ss(n, _mm_shuffle_ps(n, n, 1)));
 }
 INLINE int NAME(any_above)(I a, int32_t limit) {
-    NAME(Halves) x = {.i = a};
-    __m256i most = _mm256_set1_epi32(limit);
-    __m256i above = _mm256_or_si256(_mm256_cmpgt_epi32(x.i8[0], most), _mm256_cmpgt_epi32(x.i8[1], most));
+    __m256i above = _mm256_cmpgt_epi32((__m256i)a, _mm256_set1_epi32(limit));
     return !_mm256_testz_si256(above, above);
 }
-INLINE F NAME(from_half)(H h) {
-    NAME(HalfHalves) x = {h};
-    NAME(Halves) y;
-    for (int i = 0; i < 2; i++) y.f8[i] = _mm256_cvtph_ps(x.h8[i]);
-    return y.f;
-}
-INLINE H NAME(to_half)(F f) {
-    NAME(Halves) x = {f};
-    NAME(HalfHalves) y;
-    for (int i = 0; i < 2; i++) y.h8[i] = _mm256_cvtps_ph(x.f8[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return y.h;
-}
+INLINE F NAME(from_half)(H h) { return (F)_mm256_cvtph_ps((__m128i)h); }
+INLINE H NAME(to_half)(F f) { return (H)_mm256_cvtps_ph((__m256)f, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE I NAME(widened8)(B b) {
-    NAME(Halves) y;
-    y.i8[0] = _mm256_cvtepu8_epi32((__m128i)b);
-    y.i8[1] = _mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)b, 8));
-    return y.i;
+    int64_t word;
+    memcpy(&word, &b, sizeof word);
+    return (I)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(word));
 }
 INLINE H NAME(narrowed16)(U u) {
-    NAME(Halves) x = {.i = (I)u};
-    NAME(HalfHalves) y;
-    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(x.i8[0], x.i8[1]), 0xd8);
-    y.h8[0] = _mm256_castsi256_si128(packed), y.h8[1] = _mm256_extracti128_si256(packed, 1);
-    return y.h;
+    return (H)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)u), _mm256_extracti128_si256((__m256i)u, 1));
 }
 INLINE B NAME(narrowed8)(I q) {
-    NAME(HalfHalves) x = {NAME(narrowed16)((U)q)};
-    return (B)_mm_packus_epi16(x.h8[0], x.h8[1]);
+    __m128i h = (__m128i)NAME(narrowed16)((U)q);
+    int64_t word = _mm_cvtsi128_si64(_mm_packus_epi16(h, h));
+    B b;
+    memcpy(&b, &word, sizeof b);
+    return b;
 }
-INLINE U NAME(widened16)(H h) {
-    NAME(HalfHalves) x = {h};
-    NAME(Halves) y;
-    for (int i = 0; i < 2; i++) y.i8[i] = _mm256_cvtepu16_epi32(x.h8[i]);
-    return (U)y.i;
-}
+INLINE U NAME(widened16)(H h) { return (U)_mm256_cvtepu16_epi32((__m128i)h); }
+INLINE void NAME(stream)(char *at, H h) { _mm_stream_si128((__m128i *)(void *)at, (__m128i)h); }
 #else
 INLINE F NAME(min)(F a, F b) {
     for (int i = 0; i < LANES; i++) a[i] = a[i] < b[i] ? a[i] : b[i];
@@ -135,8 +85,8 @@ INLINE F NAME(max)(F a, F b) {
     return a;
 }
 INLINE I NAME(max_int)(I a, I b) {
-    for (int i = 0; i < LANES; i++) a[i] = a[i] > b[i] ? a[i] : b[i];
-    return a;
+    const I larger = a > b;
+    return (a & larger) | (b & ~larger);
 }
 INLINE float NAME(min_of)(F a) {
     float least = a[0];
@@ -167,42 +117,7 @@ INLINE I NAME(widened8)(B b) { return __builtin_convertvector(b, I); }
 INLINE B NAME(narrowed8)(I q) { return __builtin_convertvector((U)q, B); }
 INLINE U NAME(widened16)(H h) { return __builtin_convertvector(h, U); }
 INLINE H NAME(narrowed16)(U u) { return __builtin_convertvector(u, H); }
-#endif
-
-#if KV_LEVEL
-INLINE B8 NAME(picked2)(H8 w) {
-    const __m128i order = _mm_set_epi8(-1, -1, -1, -1, -1, -1, -1, -1, 14, 12, 10, 8, 6, 4, 2, 0);
-    int64_t low = _mm_cvtsi128_si64(_mm_shuffle_epi8((__m128i)w, order));
-    B8 b;
-    memcpy(&b, &low, sizeof b);
-    return b;
-}
-INLINE B4 NAME(picked4)(U4 w) {
-    const __m128i order = _mm_set_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 12, 8, 4, 0);
-    int32_t low = _mm_cvtsi128_si32(_mm_shuffle_epi8((__m128i)w, order));
-    B4 b;
-    memcpy(&b, &low, sizeof b);
-    return b;
-}
-INLINE H8 NAME(spread2)(const uint8_t *at) { return (H8)_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)(const void *)at)); }
-INLINE U4 NAME(spread4)(const uint8_t *at) {
-    int32_t four;
-    memcpy(&four, at, sizeof four);
-    return (U4)_mm_cvtepu8_epi32(_mm_cvtsi32_si128(four));
-}
-#else
-INLINE B8 NAME(picked2)(H8 w) { return __builtin_convertvector(w, B8); }
-INLINE B4 NAME(picked4)(U4 w) { return __builtin_convertvector(w, B4); }
-INLINE H8 NAME(spread2)(const uint8_t *at) {
-    B8 b;
-    memcpy(&b, at, sizeof b);
-    return __builtin_convertvector(b, H8);
-}
-INLINE U4 NAME(spread4)(const uint8_t *at) {
-    B4 b;
-    memcpy(&b, at, sizeof b);
-    return __builtin_convertvector(b, U4);
-}
+INLINE void NAME(stream)(char *at, H h) { memcpy(at, &h, sizeof h); }
 #endif
 
 INLINE F NAME(all)(float value) { return value - (F){0}; }
@@ -237,45 +152,64 @@ INLINE void NAME(store)(char *at, F f, int dtype, int streams) {
         U u = (U)f;
         h = NAME(narrowed16)((u + 0x7fff + (u >> 16 & 1)) >> 16);
     }
-#if KV_LEVEL
-    if (streams) {
-        _mm256_stream_si256((__m256i *)(void *)at, (__m256i)h);
-        return;
-    }
-#endif
-    (void)streams;
-    memcpy(at, &h, sizeof h);
+    if (streams) NAME(stream)(at, h);
+    else memcpy(at, &h, sizeof h);
 }
 
-/* 16 codes, the first in the lowest bits. */
-INLINE void NAME(pack)(uint8_t *at, I q, int bits) {
-    B b = NAME(narrowed8)(q);
-    if (bits == 8) {
-        memcpy(at, &b, 16);
-    } else if (bits == 4) {
-        H8 w = (H8)b;
-        B8 packed = NAME(picked2)(w | w >> 4);
-        memcpy(at, &packed, 8);
-    } else {
-        U4 w = (U4)b;
-        w = (w | w >> 6) & 0x000f000f;
-        B4 packed = NAME(picked4)(w | w >> 12);
-        memcpy(at, &packed, 4);
+/* Codes of less than 8 bits, one in each byte, to as many bits each and back. */
+#if KV_LEVEL == 2
+INLINE void NAME(pack_small)(uint8_t *at, B b, int bits) {
+    __m128i w = (__m128i)b;
+    if (bits == 4) {
+        const __m128i even = _mm_set_epi8(-1, -1, -1, -1, -1, -1, -1, -1, 14, 12, 10, 8, 6, 4, 2, 0);
+        w = _mm_shuffle_epi8(_mm_or_si128(w, _mm_srli_epi16(w, 4)), even);
+        _mm_storel_epi64((__m128i *)(void *)at, w);
+        return;
     }
+    const __m128i fourth = _mm_set_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 12, 8, 4, 0);
+    w = _mm_and_si128(_mm_or_si128(w, _mm_srli_epi32(w, 6)), _mm_set1_epi32(0x000f000f));
+    const int32_t packed = _mm_cvtsi128_si32(_mm_shuffle_epi8(_mm_or_si128(w, _mm_srli_epi32(w, 12)), fourth));
+    memcpy(at, &packed, sizeof packed);
+}
+INLINE B NAME(unpack_small)(const uint8_t *at, int bits) {
+    if (bits == 4) {
+        __m128i w = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)(const void *)at));
+        return (B)_mm_and_si128(_mm_or_si128(w, _mm_slli_epi16(w, 4)), _mm_set1_epi16(0x0f0f));
+    }
+    int32_t packed;
+    memcpy(&packed, at, sizeof packed);
+    __m128i w = _mm_cvtepu8_epi32(_mm_cvtsi32_si128(packed));
+    w = _mm_and_si128(_mm_or_si128(w, _mm_slli_epi32(w, 12)), _mm_set1_epi32(0x000f000f));
+    return (B)_mm_and_si128(_mm_or_si128(w, _mm_slli_epi32(w, 6)), _mm_set1_epi32(0x03030303));
+}
+#else
+INLINE void NAME(pack_small)(uint8_t *at, B b, int bits) {
+    uint64_t word = 0;
+    memcpy(&word, &b, sizeof b);
+    word = packed_codes(word, bits);
+    memcpy(at, &word, LANES * (size_t)bits / 8);
+}
+INLINE B NAME(unpack_small)(const uint8_t *at, int bits) {
+    uint64_t word = 0;
+    memcpy(&word, at, LANES * (size_t)bits / 8);
+    word = unpacked_codes(word, bits);
+    B b;
+    memcpy(&b, &word, sizeof b);
+    return b;
+}
+#endif
+
+/* LANES codes, the first in the lowest bits. */
+INLINE void NAME(pack)(uint8_t *at, I q, int bits) {
+    const B b = NAME(narrowed8)(q);
+    if (bits == 8) memcpy(at, &b, sizeof b);
+    else NAME(pack_small)(at, b, bits);
 }
 
 INLINE I NAME(unpack)(const uint8_t *at, int bits) {
     B b;
-    if (bits == 8) {
-        memcpy(&b, at, 16);
-    } else if (bits == 4) {
-        H8 w = NAME(spread2)(at);
-        b = (B)((w | w << 4) & 0x0f0f);
-    } else {
-        U4 w = NAME(spread4)(at);
-        w = (w | w << 12) & 0x000f000f;
-        b = (B)((w | w << 6) & 0x03030303);
-    }
+    if (bits == 8) memcpy(&b, at, sizeof b);
+    else b = NAME(unpack_small)(at, bits);
     return NAME(widened8)(b);
 }
 
@@ -348,9 +282,10 @@ INLINE void NAME(store_row)(const Job *job, char *dst, const float *row, int dty
         NAME(store)(dst + c * element_bytes(dtype), NAME(get)(row + c), dtype, streams);
 }
 
-/* Sums and differences at distance 1, 2, 4 and 8 within a vector. */
+/* Sums and differences at distance 1, 2, ... within a vector. */
 INLINE F NAME(mixed)(F x) {
     const uint32_t m = 1u << 31;
+#if LANES == 16
     x = SHUFFLED(x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14) +
         (F)((U)x ^ (U){0, m, 0, m, 0, m, 0, m, 0, m, 0, m, 0, m, 0, m});
     x = SHUFFLED(x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13) +
@@ -359,6 +294,14 @@ INLINE F NAME(mixed)(F x) {
         (F)((U)x ^ (U){0, 0, 0, 0, m, m, m, m, 0, 0, 0, 0, m, m, m, m});
     return SHUFFLED(x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7) +
            (F)((U)x ^ (U){0, 0, 0, 0, 0, 0, 0, 0, m, m, m, m, m, m, m, m});
+#elif LANES == 8
+    x = SHUFFLED(x, 1, 0, 3, 2, 5, 4, 7, 6) + (F)((U)x ^ (U){0, m, 0, m, 0, m, 0, m});
+    x = SHUFFLED(x, 2, 3, 0, 1, 6, 7, 4, 5) + (F)((U)x ^ (U){0, 0, m, m, 0, 0, m, m});
+    return SHUFFLED(x, 4, 5, 6, 7, 0, 1, 2, 3) + (F)((U)x ^ (U){0, 0, 0, 0, m, m, m, m});
+#else
+    x = SHUFFLED(x, 1, 0, 3, 2) + (F)((U)x ^ (U){0, m, 0, m});
+    return SHUFFLED(x, 2, 3, 0, 1) + (F)((U)x ^ (U){0, 0, m, m});
+#endif
 }
 
 /* One run of `n` vectors: signs (unless on the way `back`), the Hadamard matrix, the norm, signs (on the way back). */
@@ -391,6 +334,7 @@ INLINE void NAME(turn)(const Job *job, float *row, int back) {
         else if (n == 4) NAME(turn_run)(row + c, signs, job->norm, 4, back);
         else if (n == 8) NAME(turn_run)(row + c, signs, job->norm, 8, back);
         else if (n == 16) NAME(turn_run)(row + c, signs, job->norm, 16, back);
+        else if (n == 32) NAME(turn_run)(row + c, signs, job->norm, 32, back);
         else NAME(turn_run)(row + c, signs, job->norm, n, back);
     }
 }
@@ -416,6 +360,13 @@ INLINE NAME(Numbers) NAME(numbers_of)(F least, F most, int bits) {
     n.scale16 = NAME(to_half)(range / (float)((1 << bits) - 1));
     n.scale = NAME(from_half)(n.scale16);
     n.inverse = NAME(inverse)(n.scale);
+    return n;
+}
+
+INLINE NAME(Numbers) NAME(fp8_numbers)(F least, F most) {
+    NAME(Numbers) n = {0};
+    n.scale16 = NAME(to_half)(NAME(max)(most, -least) / 448.0f + 0.0f);
+    n.inverse = NAME(inverse)(NAME(from_half)(n.scale16));
     return n;
 }
 
@@ -455,13 +406,17 @@ static int NAME(encode_batch)(const Job *job, const char *const *rows, int n, ui
         NAME(clean)(buffer, n * dim);
         NAME(bounds)(buffer, n, dim, least, most);
     }
-    F low = NAME(get)(least), high = NAME(get)(most);
+    uint16_t low16[BATCH], scale16[BATCH];
+    for (int r = 0; r < BATCH; r += LANES) {
+        NAME(Numbers) found = job->scheme == FP8 ? NAME(fp8_numbers)(NAME(get)(least + r), NAME(get)(most + r))
+                                                 : NAME(numbers_of)(NAME(get)(least + r), NAME(get)(most + r), bits);
+        memcpy(low16 + r, &found.low16, sizeof found.low16), memcpy(scale16 + r, &found.scale16, sizeof found.scale16);
+        NAME(put)(least + r, found.low), NAME(put)(most + r, found.inverse);
+    }
     if (job->scheme == FP8) {
-        H scale16 = NAME(to_half)(NAME(max)(high, -low) / 448.0f + 0.0f);
-        NAME(put)(least, NAME(inverse)(NAME(from_half)(scale16)));
-        memcpy(numbers, &scale16, (size_t)n * 2);
+        memcpy(numbers, scale16, (size_t)n * 2);
         for (int r = 0; r < n; r++) {
-            const F by = NAME(all)(least[r]), end = NAME(all)(448.0f);
+            const F by = NAME(all)(most[r]), end = NAME(all)(448.0f);
             for (int c = 0; c < dim; c += LANES) {
                 F x = NAME(get)(buffer + r * dim + c) * by;
                 NAME(pack)(codes + r * code_bytes + c, NAME(to_fp8)(NAME(min)(NAME(max)(x, -end), end)), 8);
@@ -469,10 +424,8 @@ static int NAME(encode_batch)(const Job *job, const char *const *rows, int n, ui
         }
         return lost;
     }
-    NAME(Numbers) found = NAME(numbers_of)(low, high, bits);
-    memcpy(numbers, &found.low16, (size_t)n * 2);
-    memcpy(numbers + job->count, &found.scale16, (size_t)n * 2);
-    NAME(put)(least, found.low), NAME(put)(most, found.inverse);
+    memcpy(numbers, low16, (size_t)n * 2);
+    memcpy(numbers + job->count, scale16, (size_t)n * 2);
 #define QUANTIZE(bits)                                                                                                 \
     for (int r = 0; r < n; r++)                                                                                        \
         NAME(quantize)(codes + r * code_bytes, buffer + r * dim, dim, NAME(all)(least[r]), NAME(all)(most[r]), bits)
@@ -516,9 +469,16 @@ INLINE void NAME(decode_rows)(const Job *job, char *const *rows, int n, const ui
     } while (0)
 
 static void NAME(decode_batch)(const Job *job, char *const *rows, int n, const uint8_t *codes, const uint16_t *numbers) {
-    float buffer[BATCH * DIM_MAX] __attribute__((aligned(64))), lows[BATCH], scales[BATCH];
-    NAME(put)(lows, job->scheme == FP8 ? (F){0} : NAME(number)(numbers, n));
-    NAME(put)(scales, NAME(number)(job->scheme == FP8 ? numbers : numbers + job->count, n));
+    float buffer[BATCH * DIM_MAX] __attribute__((aligned(64))), lows[BATCH] = {0}, scales[BATCH];
+    for (int r = 0; r < n; r += LANES) {
+        const int some = n - r < LANES ? n - r : LANES;
+        if (job->scheme == FP8) {
+            NAME(put)(scales + r, NAME(number)(numbers + r, some));
+            continue;
+        }
+        NAME(put)(lows + r, NAME(number)(numbers + r, some));
+        NAME(put)(scales + r, NAME(number)(numbers + job->count + r, some));
+    }
     if (job->scheme == FP8) {
 #define FROM_FP8(dtype) NAME(decode_rows)(job, rows, n, codes, lows, scales, 8, dtype, 1)
         BY_DTYPE(FROM_FP8, job->dtype);
@@ -638,8 +598,5 @@ static void NAME(decode_group)(const Job *job, char *const *rows, int n, const u
 #undef U
 #undef H
 #undef B
-#undef H8
-#undef B8
-#undef U4
-#undef B4
+#undef CHANNELS
 #undef INLINE

@@ -19,10 +19,10 @@ MIB = 1 << 20
 @pytest.mark.parametrize("direction", list(Direction))
 def test_large_runs_go_directly_small_ones_by_kernel_or_staged(direction: Direction) -> None:
     choice = unmeasured()
-    assert choice.route(direction, 64 * MIB, 64, 64) is Route.DIRECT
-    assert choice.route(direction, 64 * MIB, 16384, 16384) is Route.KERNEL
+    assert choice.routes(direction, 64 * MIB, 64, 64)[0] is Route.DIRECT
+    assert choice.routes(direction, 64 * MIB, 16384, 16384)[0] is Route.KERNEL
     # Small runs of large spans: the copy engine moves those, and the device takes them apart.
-    assert choice.route(direction, 64 * MIB, 1 << 18, 64) is Route.STAGED
+    assert choice.routes(direction, 64 * MIB, 1 << 18, 64)[0] is Route.STAGED
 
 
 def test_what_is_observed_changes_the_route() -> None:
@@ -33,12 +33,12 @@ def test_what_is_observed_changes_the_route() -> None:
         for way, rates in ((Way.BATCH, (10.0, 20.0)), (Way.KERNEL, (12.0, 18.0)))
     }
     choice = Choice(Calibration(BandwidthTable(curves), clock), only=(Route.DIRECT, Route.KERNEL))
-    assert choice.route(Direction.LOAD, MIB, 1, 1) is Route.DIRECT
+    assert choice.routes(Direction.LOAD, MIB, 1, 1)[0] is Route.DIRECT
     for _ in range(20):
         choice.observe(Route.DIRECT, Direction.LOAD, MIB, 1, MIB / 5e9)
         choice.observe(Route.KERNEL, Direction.LOAD, MIB, 1, MIB / 18e9)
-    assert choice.route(Direction.LOAD, MIB, 1, 1) is Route.KERNEL
-    assert choice.route(Direction.STORE, MIB, 1, 1) is Route.DIRECT, "the other direction is another link"
+    assert choice.routes(Direction.LOAD, MIB, 1, 1)[0] is Route.KERNEL
+    assert choice.routes(Direction.STORE, MIB, 1, 1)[0] is Route.DIRECT, "the other direction is another link"
 
 
 def test_a_device_can_be_measured(on_device: Scene) -> None:

@@ -45,12 +45,16 @@ def test_pieces_are_bounded_and_have_every_byte_once(made: Copies, more_bytes: i
         assert 0 < len(part) <= runs_max
         assert (part.sizes > 0).all()
         assert packed(part).n_bytes <= bytes_max
+        assert_packed(part)
 
 
 @given(copies())
 def test_packed_bytes_are_those_of_the_runs(made: Copies) -> None:
-    if not len(made):
-        return
+    if len(made):
+        assert_packed(made)
+
+
+def assert_packed(made: Copies) -> None:
     packing = packed(made)
     memory = np.random.default_rng(1).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
     staged: NDArray[np.int64] = np.full(packing.n_bytes, -1, np.int64)

@@ -201,6 +201,32 @@ def test_staging_is_bounded(route: Route | None) -> None:
         moves.settle()
         expected = values.reshape(-1, 512)[mixed // 512].reshape(-1)
         assert (on_device.download(there, len(values)) == expected).all()
+        taken = on_device.counters.snapshot()
+        assert taken[f"load_{route or Route.STAGED}_bytes"] == len(values)
+        assert "load_no_room_bytes" not in taken
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("start", "n_bytes"), [(512, 1024), (3000, 3000), (5000, 1000), (0, 6144)])
+def test_rows_that_share_blocks_may_share_a_run_longer_than_a_piece(
+    on_device: Scene, route: Route | None, start: int, n_bytes: int
+) -> None:
+    """One row has all in one run, the other a part of it."""
+    piece_bytes, long_bytes = 4096, 6144
+    values = random(1, long_bytes)
+    mapping = region(len(values), values)
+    if route is not None:
+        on_device.registered(mapping)
+    there = on_device.upload(np.zeros(2 * long_bytes, np.uint8))
+    rows = [runs_of([0], [0], [long_bytes]), runs_of([long_bytes], [start], [n_bytes])]
+    moves = on_device.reader(route or Route.STAGED, LaneSizes(piece_bytes=piece_bytes)).begin()
+    moves.keep(mapping)
+    assert moves.copy([Copy(row, there, mapping.address) for row in rows])
+    assert moves.finish() == ""
+    came = on_device.download(there, 2 * long_bytes)
+    assert (came[:long_bytes] == values).all()
+    assert (came[long_bytes:][:n_bytes] == values[start : start + n_bytes]).all()
+    assert not came[long_bytes + n_bytes :].any()
 
 
 def test_pinned_memory_is_not_used_again_before_the_copy_from_it_is_over(
