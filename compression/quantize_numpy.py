@@ -220,4 +220,5 @@ def _inverse(scale16: NDArray[np.float16]) -> Floats:
 
 def _rounded(values: Floats, low16: NDArray[np.float16], scale16: NDArray[np.float16], bits: int) -> Bytes:
     nearest = (values - low16.astype(np.float32)) * _inverse(scale16) + np.float32(0.5)
-    return np.clip(nearest, 0, (1 << bits) - 1).astype(np.uint8)
+    q: Bytes = np.clip(nearest, 0, (1 << bits) - 1).astype(np.uint8)
+    return q

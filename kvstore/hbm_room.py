@@ -40,14 +40,14 @@ class HbmRoom:
         """
         tenants, tier = self._index.tenants, self._tier
         asker = Asker(tenants.number(tenant), n * slot_bytes)
-        tenants.room_for_all[HBM] = tier.capacity_bytes - tier.retired_mapped_bytes
+        tenants.room_for_all[HBM] = tier.capacity_bytes - tier.retired_mapped_bytes - tier.lost_bytes
         whose = (DAEMON_WRITER, tenant, slot_bytes)
         while (short := n - tier.free_slots(*whose)) > 0:
             most_passed = PASSED_PER_BLOCK * short + self._above.n // PASSED_SHARE
             if self._evict(short, asker, whose, most_passed):
                 continue
-            if tier.retired_mapped_bytes >= short * slot_bytes:
-                break  # that is room as soon as clients have closed it
+            if tier.retired_mapped_bytes + tier.leaving_bytes >= short * slot_bytes:
+                break  # that is room as soon as clients have closed it, and the device has it
             if not self._empty_region(whose) and not self._evict(short, asker, whose, self._above.n, own=True):
                 break
         return tier.allocate(*whose, n)

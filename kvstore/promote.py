@@ -35,7 +35,7 @@ STAGING_BYTES = 8 << 20
 HBM_SHARE, DRAM_SHARE = 4, 8
 """Of the tiers, such parts may wait to be promoted."""
 RETRY_S = 30.0
-"""So long after a copy failed nothing is promoted."""
+"""So long after the device failed nothing is promoted, and so often one that was full is asked for more."""
 
 log = logging.getLogger("kvstore.store")
 
@@ -136,13 +136,14 @@ class Promoter:
         self._under_way: set[int] = set()
         self._batches: list[_Batch] = []
         self._paused_until_s = -np.inf
+        self._ask_again_s = -np.inf
         self._closed = False
         self.has_work = False
         """Blocks were queued since the last ``pump``."""
 
     @property
     def suspended(self) -> bool:
-        """Nothing is promoted for now, as a copy failed."""
+        """Nothing is promoted for now, as the device failed."""
         return self._clock.now_s() < self._paused_until_s
 
     def used(self, tenant: str, size_bytes: int, ids: At) -> None:
@@ -170,23 +171,29 @@ class Promoter:
     def pump(self) -> None:
         """Hand out what can be copied now."""
         self.has_work = False
+        if self._queue and self._tier.device_is_full and self._clock.now_s() >= self._ask_again_s:
+            self._ask_again_s = self._clock.now_s() + RETRY_S
+            self._tier.ask_again()
         while self._queue and len(self._batches) < COPIES_MAX:
             tenant, size_bytes, blocks = self._queue[0]
-            self._start(tenant, size_bytes, blocks)
+            if not self._start(tenant, size_bytes, blocks):
+                break
             if not blocks:
                 self._queue.popleft()
 
-    def _start(self, tenant: str, size_bytes: int, blocks: deque[int]) -> None:
-        """Copy the next of these blocks, or skip all of them where there is no room."""
+    def _start(self, tenant: str, size_bytes: int, blocks: deque[int]) -> bool:
+        """Copy the next of these blocks, or skip all of them where there is no room. False if room is to be waited
+        for: ``pump`` again then."""
         slot_bytes = self._tier.slot_bytes(size_bytes)
         n = min(len(blocks), max(1, STAGING_BYTES // slot_bytes))
         slots = self._room.make(tenant, slot_bytes, n)
-        if len(slots) < n:
+        must_wait = self._tier.awaits_memory
+        if len(slots) < n and not must_wait:
             n_skipped = len(blocks) - len(slots)
             self._counters.add("hbm_no_room_blocks", n_skipped)
             self._leave(np.array([blocks.pop() for _ in range(n_skipped)], np.uint32), slot_bytes)
         if not len(slots):
-            return
+            return not must_wait
         ids = np.array([blocks.popleft() for _ in slots], np.uint32)
         batch = _Batch(
             tenant, size_bytes, ids, slots,
@@ -195,6 +202,7 @@ class Promoter:
         self._batches.append(batch)
         self._hold(batch, 1)
         self._jobs.append(Job(Lane.DEVICE, batch.run, lambda: self._finish(batch), len(ids) * size_bytes))
+        return True
 
     def _finish(self, batch: _Batch) -> None:
         ids, slots = batch.ids, batch.slots
@@ -202,12 +210,7 @@ class Promoter:
         self._hold(batch, -1)
         if batch.error:
             self._counters.add("hbm_failed_blocks", len(ids))
-            self._paused_until_s = self._clock.now_s() + RETRY_S
-            self._counters.add("hbm_skipped_blocks", self._drop_queue())
-            log.warning(
-                "HBM: %d blocks can't be copied there, nothing is for %.0f s: %s", len(ids), RETRY_S, batch.error,
-                extra=about("hbm_copy_failed", blocks=len(ids), pause_s=RETRY_S, error=batch.error),
-            )  # fmt: skip
+            self.pause(f"{len(ids)} blocks can't be copied there: {batch.error}")
         # Its namespace may have been cleared meanwhile.
         good = self._above.may_join(ids) & ~self._index.hiding.is_hidden(ids) & (not batch.error)
         self._tier.commit(slots[good], ids[good].astype(np.int64))
@@ -217,6 +220,15 @@ class Promoter:
         self._counters.add("hbm_promoted_bytes", int(good.sum()) * batch.size_bytes)
         self._leave(ids, self._tier.slot_bytes(batch.size_bytes))
         self.pump()
+
+    def pause(self, reason: str) -> None:
+        """The device failed: promote nothing for a while."""
+        self._paused_until_s = self._clock.now_s() + RETRY_S
+        self._counters.add("hbm_skipped_blocks", self._drop_queue())
+        log.warning(
+            "HBM: the device failed, it is not used for %.0f s: %s", RETRY_S, reason,
+            extra=about("hbm_failed", pause_s=RETRY_S, error=reason),
+        )  # fmt: skip
 
     def _hold(self, batch: _Batch, sign: int) -> None:
         """The slots of a copy on its way count for its tenant."""

@@ -12,6 +12,8 @@ from kvstore.errors import BadInputError
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+LEAST_DOUBLING_TOKENS = 1000.0
+"""No model that serves prompts comes near; less would make the ends of prompts dearer than anything else."""
 _MOST = 1e12
 
 
@@ -19,19 +21,22 @@ def doubling_tokens_of(n_parameters: float, layers: int, query_heads: int, head_
     """The position at which attention to all tokens before costs as much as everything else of a token, D.
 
     2 N / (4 L H d): a token takes 2 N operations for N parameters that it is multiplied with, and in each of L layers
-    4 H d more for every token before it. 30,500 for Llama-3-8B, 53,400 for its 70B. 0, for unknown, if a factor is.
+    4 H d more for every token before it. 30,500 for Llama-3-8B, 53,400 for its 70B. No less than
+    ``LEAST_DOUBLING_TOKENS``, which toys would be; 0, for unknown, if a factor is.
     """
     per_position = 4.0 * layers * query_heads * head_dim
-    return 2.0 * n_parameters / per_position if n_parameters > 0 and per_position > 0 else 0.0
+    if n_parameters <= 0 or per_position <= 0:
+        return 0.0
+    return max(2.0 * n_parameters / per_position, LEAST_DOUBLING_TOKENS)
 
 
 def checked_doubling_tokens(value: object) -> float:
     """As a number. Raises BadInputError unless it is 0, for unknown, or may be such a position."""
-    if isinstance(value, int | float) and value is not True and (value == 0 or 1 <= value <= _MOST):
+    if isinstance(value, int | float) and value is not True and (not value or LEAST_DOUBLING_TOKENS <= value <= _MOST):
         return float(value)
     raise BadInputError(
-        f"attention_doubling_tokens is {value!r:.80}; it must be 0, if it isn't known, or a number of tokens from 1 to "
-        f"{_MOST:.0e}"
+        f"attention_doubling_tokens is {value!r:.80}; it must be 0, if it isn't known, or a number of tokens from "
+        f"{LEAST_DOUBLING_TOKENS:.0f} to {_MOST:.0e}"
     )
 
 

@@ -308,16 +308,25 @@ class BlockTable:
 
     def all_evictable(self, tier: int = DRAM) -> Ids:
         """Ids of all evictable blocks of a tier, ascending. Looks at the whole table."""
-        if not self.nvme and tier == DRAM:
-            return np.flatnonzero(self._evictable(slice(self.n_used), tier)).astype(np.uint32)
-        # One narrow column first: a tier may hold a small part of the blocks.
-        return self.evictable(self.all_resident(tier), tier)
+        if tier == HBM:
+            return self.evictable(self.all_resident(tier), tier)
+        # Few are left of most tables by what they use of the narrowest columns.
+        children = self.n_dram_children if tier == DRAM else self.n_nvme_children
+        may_go = (self.refs[: self.n_used].view(np.uint32) | children[: self.n_used]) == 0
+        if self.nvme:
+            may_go &= self._bits(tier) != 0
+        return self.evictable(np.flatnonzero(may_go), tier)
 
     def all_resident(self, tier: int = DRAM) -> NDArray[np.intp]:
         """Ids of all blocks with a copy in a tier, ascending. Looks at the whole table."""
         if tier == HBM:
             return np.flatnonzero(self.hbm_slot[: self.n_used] >= 0)
-        return np.flatnonzero(self.residency[: self.n_used].view("<u2")[tier::TIERS])
+        return np.flatnonzero(self._bits(tier))
+
+    def _bits(self, tier: int) -> NDArray[np.uint16]:
+        """What ``residency`` says of one tier, of all ids used."""
+        bits: NDArray[np.uint16] = self.residency[: self.n_used].view("<u2")[tier::TIERS]
+        return bits
 
     def _evictable(self, at: At | slice, tier: int) -> NDArray[np.bool_]:
         mask: NDArray[np.bool_]

@@ -26,6 +26,8 @@ _SNAPSHOT_MIN = 4096
 _SNAPSHOT_SHARE = 32
 _HEAP_SLACK = 1024
 _CHUNK = 256
+_RANKED_LATER_MIN = 1 << 15
+"""From so many copies on, not all of them are ranked by a look at them."""
 
 IdT = TypeVar("IdT", bound=np.integer[Any])
 
@@ -49,6 +51,7 @@ class Evictor:
         self._tier = tier
         self._among = among
         self._aside: set[int] = set()
+        self._frozen: Callable[[At], NDArray[np.float64]] | None = None
         self._heap: list[tuple[float, int]] = []
         self.forget()
 
@@ -71,12 +74,11 @@ class Evictor:
         """
         if self._bound < lowest_rank or self._bound == -math.inf:
             return
-        rank = self._table.ranks(self._tier)
-        within = rank[at] <= self._bound
+        within = self._ranks_of(at) <= self._bound
         if not within.any():
             return
         ids = self._table.evictable(at[within], self._tier)
-        for entry in zip(rank[ids].tolist(), ids.tolist(), strict=True):
+        for entry in zip(self._table.ranks(self._tier)[ids].tolist(), ids.tolist(), strict=True):
             heappush(self._heap, entry)
         if len(self._heap) > _HEAP_SLACK + 2 * len(self._ids):
             self.forget()
@@ -85,7 +87,9 @@ class Evictor:
         """``changed`` for a block that lost its last child."""
         table = self._table
         if table.refs[block] == 0:
-            rank = float(table.ranks(self._tier)[block])
+            rank = table.ranks(self._tier).item(block)
+            if rank != rank:
+                rank = self._ranks_of(np.array((block,))).item(0)
             if rank <= self._bound:
                 heappush(self._heap, (rank, block))
 
@@ -136,7 +140,7 @@ class Evictor:
         if not self._chunk:
             self._load()
         least = min(self._heap[0][0] if self._heap else math.inf, self._chunk[-1][0] if self._chunk else math.inf)
-        ranks = table.ranks(self._tier)[ids]
+        ranks = self._ranks_of(ids)
         stays = (ranks >= least if least <= self._bound else ranks > self._bound) | (table.refs[ids] != 0)
         if table.nvme:
             residency = table.residency[ids]
@@ -178,13 +182,11 @@ class Evictor:
             self._bound = math.inf
             self._complete = True
             return False
-        in_force = self._table.ranks(self._tier)
         if self._policy.moves:
-            held = self._mine(self._table.all_resident(self._tier))
-            in_force[held] = self._policy.rank(held, self._tier)
-            ranks = in_force[ids]
+            self._rank_all()
+            ranks = self._ranks_of(ids)
         else:
-            ranks = in_force[ids] = self._policy.rank(ids, self._tier)
+            ranks = self._table.ranks(self._tier)[ids] = self._policy.rank(ids, self._tier)
         keep = max(_SNAPSHOT_MIN, len(ids) // _SNAPSHOT_SHARE)
         if len(ids) > keep:
             lowest = np.argpartition(ranks, keep - 1)[:keep]
@@ -198,6 +200,31 @@ class Evictor:
         order = np.argsort(ranks, kind="stable")
         self._ids, self._ranks = ids[order], ranks[order]
         return True
+
+    def _rank_all(self) -> None:
+        """Give all copies of the tier ranks of this moment: many of them when they are first asked for."""
+        table, in_force = self._table, self._table.ranks(self._tier)
+        are_all_held = self._among is None and self._tier == DRAM and not table.nvme
+        if are_all_held and table.n_blocks >= _RANKED_LATER_MIN:
+            held: NDArray[np.intp] | slice = slice(table.n_used)
+            self._frozen = self._policy.frozen(self._tier)
+        else:
+            held = self._mine(table.all_resident(self._tier))
+            self._frozen = self._policy.frozen(self._tier) if len(held) >= _RANKED_LATER_MIN else None
+        if self._frozen is not None:
+            in_force[held] = math.nan
+        else:
+            held = table.all_resident(self._tier) if isinstance(held, slice) else held
+            in_force[held] = self._policy.rank(held, self._tier)
+
+    def _ranks_of(self, at: At) -> NDArray[np.float64]:
+        """Ranks in force."""
+        in_force = self._table.ranks(self._tier)
+        ranks: NDArray[np.float64] = in_force[at]
+        if self._frozen is not None and (later := np.isnan(ranks)).any():
+            blocks = at[later].astype(np.intp, copy=False)
+            ranks[later] = in_force[blocks] = self._frozen(blocks)
+        return ranks
 
     def _mine(self, ids: NDArray[IdT]) -> NDArray[IdT]:
         return ids if self._among is None else ids[self._among(ids)]

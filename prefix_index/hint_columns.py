@@ -74,7 +74,7 @@ class HintColumns:
         self.has_ttl = False
         """Whether any block was ever given a time."""
         self._any_moved = False
-        self._sessions: dict[tuple[int, str], int] = {}
+        self._sessions: dict[tuple[bytes, str], int] = {}
         self._n_sessions = 0
         self._types: dict[str, int] = {}
         self._scanned = 0
@@ -86,16 +86,16 @@ class HintColumns:
 
     # What is said --------------------------------------------------------------------------------
 
-    def used(self, ids: At, namespace: int, hints: Hints, now_s: float, time_s: float) -> None:
+    def used(self, ids: At, root_key: bytes, hints: Hints, now_s: float, time_s: float) -> None:
         """Blocks of one path were used by a request with hints. A life that they have gets longer, never shorter."""
         at = ids.astype(np.intp, copy=False)
-        known = self._note(at, np.zeros(len(at), np.bool_), namespace, hints, time_s)
+        known = self._note(at, np.zeros(len(at), np.bool_), root_key, hints, time_s)
         if hints.ttl_s and self.has_ttl:
             limited = at[known & np.isfinite(self.expires_s[at])]
             self._live_until(limited, now_s + hints.ttl_s)
 
     def stored(
-        self, ids: At, is_new: NDArray[np.bool_], namespace: int, hints: Hints | None, now_s: float, time_s: float
+        self, ids: At, is_new: NDArray[np.bool_], root_key: bytes, hints: Hints | None, now_s: float, time_s: float
     ) -> None:
         """A path was stored from its head up to its new blocks: all of it lives as long as the longest of its users
         wants. ``is_new``: blocks that were nowhere before."""
@@ -105,7 +105,7 @@ class HintColumns:
                 self._grow()
                 self._live_until(at[self._is_known(at)], np.inf)
             return
-        known = self._note(at, is_new, namespace, hints, time_s)
+        known = self._note(at, is_new, root_key, hints, time_s)
         if hints.ttl_s:
             self.has_ttl = True
             self._live_until(at[known], now_s + hints.ttl_s)
@@ -113,9 +113,12 @@ class HintColumns:
         else:
             self._live_until(at[known], np.inf)
 
-    def end_session(self, namespace: int, session_id: str) -> NDArray[np.intp]:
-        """Blocks that only this session has used, as far as is known. The next with this name is another one."""
-        number = self._sessions.pop((namespace, session_id), 0)
+    def end_session(self, root_key: bytes, session_id: str) -> NDArray[np.intp]:
+        """Blocks that only this session below this root has used, as far as is known.
+
+        The next with this name is another one.
+        """
+        number = self._sessions.pop((root_key, session_id), 0)
         if not number:
             return np.empty(0, np.intp)
         at = np.flatnonzero(self.session[: self._table.n_used] == number)
@@ -223,7 +226,7 @@ class HintColumns:
     # Own -----------------------------------------------------------------------------------------
 
     def _note(
-        self, at: NDArray[np.intp], is_new: NDArray[np.bool_], namespace: int, hints: Hints, time_s: float
+        self, at: NDArray[np.intp], is_new: NDArray[np.bool_], root_key: bytes, hints: Hints, time_s: float
     ) -> NDArray[np.bool_]:
         """Write down all but the life; says which blocks had a record."""
         self._grow()
@@ -232,7 +235,7 @@ class HintColumns:
         self._begin(fresh)
         self.is_shared[fresh] = ~is_new[~known]  # somebody has stored it who said nothing
         self.noted_s[at] = time_s
-        number = self._number(namespace, hints.session_id) if hints.session_id else 0
+        number = self._number(root_key, hints.session_id) if hints.session_id else 0
         self.is_shared[at] |= known & (self.session[at] != number)
         self.session[at] = number
         if hints.request_type:
@@ -260,8 +263,8 @@ class HintColumns:
         known: NDArray[np.bool_] = self.generation[at] == self._table.generation[at]
         return known
 
-    def _number(self, namespace: int, session_id: str) -> int:
-        key = (namespace, session_id)
+    def _number(self, root_key: bytes, session_id: str) -> int:
+        key = (root_key, session_id)
         number = self._sessions.pop(key, 0)
         if not number:
             self._n_sessions = number = self._n_sessions + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -135,6 +135,11 @@ class EvictionPolicy(ABC):
     def rank(self, ids: At, tier: int) -> NDArray[np.float64]:
         """Lower goes first. Changes nothing; the evictor writes the answer to ``table.ranks(tier)``."""
         return self.table.ranks(tier)[ids]
+
+    def frozen(self, tier: int) -> Callable[[At], NDArray[np.float64]] | None:  # noqa: ARG002 - it has none
+        """``rank`` as it is now, to be asked later for blocks of which no other rank has been put in force since; None
+        if there is only ``rank``. With one, an evictor of many blocks ranks only those that may get their turn."""
+        return None
 
     def timed(self) -> AbstractContextManager[None]:
         """To be inside of while working for this policy outside of its calls: see ``policy_time``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -118,6 +118,18 @@ class TimedPolicy(EvictionPolicy):
     def rank(self, ids: At, tier: int) -> NDArray[np.float64]:
         with self.watch:
             return self._policy.rank(ids, tier)
+
+    def frozen(self, tier: int) -> Callable[[At], NDArray[np.float64]] | None:
+        with self.watch:
+            ranks = self._policy.frozen(tier)
+        if ranks is None:
+            return None
+
+        def timed(ids: At) -> NDArray[np.float64]:
+            with self.watch:
+                return ranks(ids)
+
+        return timed
 
     def admits(self, ids: At, use: Use, tier: int) -> NDArray[np.bool_]:
         with self.watch:

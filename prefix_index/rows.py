@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,6 +145,24 @@ class RowPath:
         """The first row from ``i`` on that is no plain full row: extra keys cover it, or it is the tail."""
         special = self._special
         return special[0] if len(special) == 1 else special[bisect_left(special, i)]
+
+    def n_extras_before(self, row: int) -> int:
+        """How many rows before this one extra keys cover."""
+        n = bisect_left(self._special, min(row, self.n_full_rows))
+        return n + (row > self.n_full_rows and self.n_full_rows in self._extras)
+
+    def starts_as(self, other: RowPath, n_rows: int) -> bool:
+        """Whether two paths of rows of the same length have the same first rows, ``n_rows`` of them.
+
+        Takes about a quarter of a nanosecond a byte, and half a microsecond for each row with extra keys.
+        """
+        n_bytes, n_extras = n_rows * self.row_bytes, self.n_extras_before(n_rows)
+        if n_extras != other.n_extras_before(n_rows):
+            return False
+        mine, others = (np.frombuffer(path.data[:n_bytes], np.uint8) for path in (self, other))
+        if not np.array_equal(mine, others):
+            return False
+        return all(other._extras.get(i) == extra for i, extra in islice(self._extras.items(), n_extras))
 
     def child_key(self, i: int) -> bytes:
         """Row ``i`` as the tree's child key: its bytes, and behind them what extra keys add."""

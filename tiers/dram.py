@@ -45,13 +45,15 @@ class DramTier(SlottedTier[Region]):
         ledger: Ledger | None = None,
         former: Former | None = None,
         numa_node: int | None = None,
+        unsealed: bool = False,
     ) -> None:
         """Regions are made when needed: ``starter_bytes`` for the first of a class, then ``region_bytes``.
 
         ``prefault`` fills pages of the whole capacity in the background. With a ``ledger`` the tier can be
         taken over by a later daemon; ``former`` is what an earlier one left, of which it takes what fits:
         see ``former_blocks``. It owns the descriptors of ``former`` from now on. New memory comes from ``numa_node``
-        where that is given and has some. Raises BadInputError for
+        where that is given and has some. With ``unsealed`` clients of a tenant may map each other's regions writable, as
+        some GPUs need it. Raises BadInputError for
         sizes that can't be used, OSError when the system gives no memory file at all.
         """
         for name, value in (("region_bytes", region_bytes), ("starter_bytes", starter_bytes)):
@@ -71,7 +73,7 @@ class DramTier(SlottedTier[Region]):
         """What later daemons are told of the blocks; None without a ledger."""
         plan = plan_adoption(former, self.capacity_bytes) if former is not None else Plan()
         self._source = RegionSource(
-            self.capacity_bytes, region_bytes, self.starter_bytes, prefault, plan.out_bytes, numa_node
+            self.capacity_bytes, region_bytes, self.starter_bytes, prefault, plan.out_bytes, numa_node, unsealed
         )
         made = ledger.region_made if ledger is not None else None
         self._book = RegionBook(self._table, self._source, ledger, made)
@@ -79,6 +81,7 @@ class DramTier(SlottedTier[Region]):
         """The blocks that were taken over, live under tags 0, 1, ...: give them their own, or free them."""
         self._settling = bool(plan.kept)
         self._reclaimer = Reclaimer(self._book, self._table, self._source)
+        self._unsealed = unsealed
         self._huge_pages_note = huge_pages_note()
         self._closed = False
 
@@ -218,6 +221,7 @@ class DramTier(SlottedTier[Region]):
             "retired_mapped_bytes": retired_bytes,
             "raw_bytes": facts.raw_bytes,
             "prefaulted_bytes": facts.raw_prefaulted_bytes + sum(region.populated_bytes for region in regions),
+            "isolation": "tenant" if self._unsealed else "client",
             "huge_pages": not self._huge_pages_note,
             "huge_pages_note": self._huge_pages_note,
             "memory_failure": facts.failure,

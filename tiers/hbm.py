@@ -7,95 +7,17 @@ to the device, nor to anybody else, before that client has closed it or its proc
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
-from kvstore.errors import BadInputError, DeviceError
-from kvstore.tiers.any_region import DAEMON_WRITER, AnyRegion
+from kvstore.errors import BadInputError
+from kvstore.tiers.any_region import DAEMON_WRITER
 from kvstore.tiers.book import RegionBook
+from kvstore.tiers.device_memory import DeviceMemory, HbmRegion, HbmSource, Later
 from kvstore.tiers.generations import Generations
 from kvstore.tiers.memfd import PAGE_BYTES
 from kvstore.tiers.slots import MOST_SLOTS, SlotState, SlotTable
 from kvstore.tiers.slotted import SlottedTier
-from kvstore.tiers.source import SourceFacts
 from kvstore.types import FIRST_HBM_REGION_ID
-
-
-class DeviceMemory(Protocol):
-    """What is asked of the device: see ``kvstore.device.seam``."""
-
-    def malloc(self, size_bytes: int) -> int: ...
-
-    def free(self, address: int) -> None: ...
-
-    def ipc_export(self, address: int) -> bytes: ...
-
-
-class HbmRegion(AnyRegion):
-    """Memory of the device. Nobody but the daemon writes it by right."""
-
-    def __init__(self, memory: DeviceMemory, size_bytes: int) -> None:
-        """Raises DeviceError when there is no room for it."""
-        super().__init__(size_bytes)
-        self._memory = memory
-        self._address: int | None = memory.malloc(size_bytes)
-        self._start = self._address
-        self._handle = b""
-        self.sealed = True
-
-    @property
-    def address(self) -> int:
-        return self._start
-
-    @property
-    def handle(self) -> bytes:
-        """By which another process opens it. Raises DeviceError."""
-        if not self._handle:
-            self._handle = self._memory.ipc_export(self._start)
-        return self._handle
-
-    def gone(self) -> None:
-        address, self._address = self._address, None
-        if address is not None:
-            self._memory.free(address)
-
-
-class HbmSource:
-    """Regions within ``capacity_bytes`` of a device, each of whole ``grain_bytes``. Waits for its allocator."""
-
-    def __init__(self, memory: DeviceMemory, capacity_bytes: int, grain_bytes: int) -> None:
-        self.bound_bytes = capacity_bytes
-        self._memory = memory
-        self._grain_bytes = grain_bytes
-        self._out_bytes = 0
-        self._failure = ""
-
-    @property
-    def available_bytes(self) -> int:
-        """What ``obtain`` can still give, if the device has it."""
-        return self.bound_bytes - self._out_bytes
-
-    def facts(self) -> SourceFacts:
-        """The bytes now. None is ever raw."""
-        return SourceFacts(self._out_bytes, 0, 0, self._failure)
-
-    def obtain(self, wanted_bytes: int, unit_bytes: int, exact: bool = False, keep_bytes: int = 0) -> HbmRegion | None:
-        """A region of at least one ``unit_bytes``, about ``wanted_bytes`` large, and not less if ``exact``; or None."""
-        grain_bytes = self._grain_bytes
-        most_bytes = (self.available_bytes - keep_bytes) // grain_bytes * grain_bytes
-        size_bytes = min(-(-wanted_bytes // grain_bytes) * grain_bytes, most_bytes)
-        if size_bytes < (wanted_bytes if exact else unit_bytes):
-            return None
-        try:
-            region = HbmRegion(self._memory, size_bytes)
-        except DeviceError as error:
-            self._failure = f"no memory for a region of {size_bytes} bytes: {error}"
-            return None
-        self._out_bytes += size_bytes
-        return region
-
-    def give_back(self, size_bytes: int) -> None:
-        """A region from ``obtain`` is gone for everybody: its bytes are free again."""
-        self._out_bytes -= size_bytes
 
 
 class HbmTier(SlottedTier[HbmRegion]):
@@ -128,6 +50,37 @@ class HbmTier(SlottedTier[HbmRegion]):
         self._book = RegionBook(self._table, self._source)
         self._book.start_after(FIRST_HBM_REGION_ID)
 
+    def make_calls(self, later: Later, failed: Callable[[str], None]) -> None:
+        """Have the calls that wait for the device made by ``later``, and tell ``failed`` why one failed.
+
+        Without this ``allocate`` and whatever gives regions up wait themselves.
+        """
+        self._source.later, self._source.failed = later, failed
+
+    @property
+    def awaits_memory(self) -> bool:
+        """Whether ``allocate`` may give more once calls to the device that were handed out have been made."""
+        return self._source.is_waiting
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes that are on their way back to the device: room again when they are there."""
+        return self._source.leaving_bytes
+
+    @property
+    def lost_bytes(self) -> int:
+        """Bytes that the device failed to take back: they count for good."""
+        return self._source.lost_bytes
+
+    @property
+    def device_is_full(self) -> bool:
+        """Whether the device had no room for a region, though the tier may have more; see ``ask_again``."""
+        return self._source.full
+
+    def ask_again(self) -> None:
+        """Others may have given memory of the device back."""
+        self._source.full = False
+
     def idle_regions(self) -> frozenset[int]:
         """Ids of regions without a slot that is reserved or held back: they are empty once nothing live is there."""
         counts = self._table.counts
@@ -145,15 +98,17 @@ class HbmTier(SlottedTier[HbmRegion]):
         used, reserved, held = (
             table.bytes_in(state) for state in (SlotState.LIVE, SlotState.RESERVED, SlotState.QUARANTINED)
         )
-        retired_bytes = self._book.retired_bytes
+        retired_bytes, lost_bytes = self._book.retired_bytes, self._source.lost_bytes
+        elsewhere_bytes = used + reserved + held + retired_bytes + lost_bytes + self._source.leaving_bytes
         return {
             "capacity_bytes": self.capacity_bytes,
             "used_bytes": used,
             "reserved_bytes": reserved,
             "quarantined_bytes": held,
-            "free_bytes": max(self.capacity_bytes - used - reserved - held - retired_bytes, 0),
+            "free_bytes": max(self.capacity_bytes - elsewhere_bytes, 0),
             "regions": len(self._book.regions),
             "retired_mapped_bytes": retired_bytes,
+            "lost_bytes": lost_bytes,
             "memory_failure": self._source.facts().failure,
         }
 
@@ -163,7 +118,11 @@ class HbmTier(SlottedTier[HbmRegion]):
         self._book.check()
 
     def close(self) -> None:
-        """Give all memory back, also what clients have open: it would go with this process. Idempotent."""
+        """Give all memory back, also what clients have open: it would go with this process. Idempotent.
+
+        Waits for the device; what that fails to take back is left to the end of the process.
+        """
+        self._source.close()
         self._book.close_for_all()
         self._generations.close()
 

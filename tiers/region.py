@@ -4,6 +4,9 @@
 
 A region has one writer in its whole life. Everybody else gets the descriptor after the seal only. One that
 outlives its daemon is adopted by the next: sealed, so that this daemon can only read it.
+
+An ``unsealed`` region goes the same way, but the kernel seals its size only: any client that has the descriptor may map
+it writable, and clients of its tenant are trusted not to write there.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ __all__ = ["DAEMON_WRITER", "Region"]
 class Region(AnyRegion):
     """Memory of ``size_bytes``; ``fd`` belongs to this object. Used by one thread at a time."""
 
-    def __init__(self, size_bytes: int, adopted_fd: int | None = None) -> None:
+    def __init__(self, size_bytes: int, adopted_fd: int | None = None, *, unsealed: bool = False) -> None:
         """A raw region, mapped writable by the daemon, or a sealed one of an earlier daemon, mapped read-only.
 
         Takes over ``adopted_fd``, whatever happens. Raises OSError when there is no memory, or it can't be mapped.
@@ -33,6 +36,7 @@ class Region(AnyRegion):
         super().__init__(size_bytes)
         self.read_only = adopted_fd is not None
         """Only a writer that had it mapped before can write here; this daemon can't."""
+        self.unsealed = unsealed
         self.sealed = self.read_only
         self.populated_bytes = 0
         self.fd = memfd.create("kvstore-region", size_bytes) if adopted_fd is None else adopted_fd
@@ -93,9 +97,11 @@ class Region(AnyRegion):
             self.seal()
 
     def seal(self) -> None:
-        """Nobody can map it writable any more; mappings that exist stay writable. Idempotent."""
+        """Others may have it. Nobody can map it writable any more, unless it is ``unsealed``; mappings that exist stay
+        writable. Idempotent."""
         if not self.sealed:
-            memfd.seal_read_only(self.fd)
+            if not self.unsealed:
+                memfd.seal_read_only(self.fd)
             self.sealed = True
 
     def orphan(self) -> None:
@@ -111,7 +117,7 @@ class Region(AnyRegion):
         """Raises IntegrityError when the descriptor contradicts this object."""
         if os.fstat(self.fd).st_size != self.size_bytes:
             raise IntegrityError(f"region {self.id} has {os.fstat(self.fd).st_size} bytes, not {self.size_bytes}")
-        if memfd.is_read_only(self.fd) != self.sealed:
+        if not self.unsealed and memfd.is_read_only(self.fd) != self.sealed:
             raise IntegrityError(f"region {self.id}: the kernel's seals are not what sealed={self.sealed} says")
         others = self.mappers - {self.writer}
         if not self.sealed and others:

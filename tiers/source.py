@@ -45,6 +45,7 @@ class RegionSource:
         prefault: bool,
         adopted_bytes: int = 0,
         numa_node: int | None = None,
+        unsealed: bool = False,
     ) -> None:
         """``adopted_bytes`` are out already. They may exceed the capacity: then nothing is made until they don't.
 
@@ -55,6 +56,7 @@ class RegionSource:
         self._region_bytes = region_bytes
         self._starter_bytes = starter_bytes
         self._numa_node = numa_node
+        self._unsealed = unsealed
         self._n_starters = STARTERS if capacity_bytes >= 16 * starter_bytes and starter_bytes < region_bytes else 0
         self._changed = threading.Condition()
         # All below belongs to the lock.
@@ -201,7 +203,7 @@ class RegionSource:
         return region
 
     def _make(self, size_bytes: int) -> Region:
-        region = Region(size_bytes)
+        region = Region(size_bytes, unsealed=self._unsealed)
         self._place(region)
         return region
 

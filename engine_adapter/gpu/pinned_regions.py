@@ -19,6 +19,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.clock import Clock, SystemClock
 from kvstore.device.checked import check_process
 from kvstore.device.seam import Device
 from kvstore.engine_adapter.counters import SharedCounters
@@ -30,6 +31,9 @@ _LOG = logging.getLogger(__name__)
 
 Addresses = NDArray[np.uint64]
 
+RETRY_S = 10.0
+"""So long after a refusal a region is registered when it is next asked for: there may be memory for it again."""
+
 
 @dataclass(slots=True, eq=False)
 class _Region:
@@ -39,6 +43,8 @@ class _Region:
     device_address: int = 0
     """0 until it is registered."""
     refused: str = ""
+    retry_s: float = 0.0
+    """When to try once more, if ``refused``; of the clock."""
     leaving: bool = False
     n_users: int = 0
 
@@ -95,15 +101,17 @@ class PinnedRegions:
     registered, and nothing is to be done: it is all the parent's.
     """
 
-    def __init__(self, device: Device, counters: SharedCounters) -> None:
+    def __init__(self, device: Device, counters: SharedCounters, clock: Clock | None = None) -> None:
         self._pid = os.getpid()
         self._device = device
         self._counters = counters
+        self._clock = clock or SystemClock()
         self._state = threading.Condition()
         self._regions: dict[int, _Region] = {}
         """By address."""
         self._table = _EMPTY
         self._to_register: deque[_Region] = deque()
+        self._to_retry: list[_Region] = []
         self._to_unregister: deque[_Region] = deque()
         self._busy: _Region | None = None
         self._closed = False
@@ -158,6 +166,7 @@ class PinnedRegions:
         if self._is_forked():
             return Use(self, np.zeros(len(addresses), np.uint64), np.full(len(addresses), -1, np.int64), [])
         with self._state:
+            self._retry()
             table = self._table
             which, mapped = self._look_up(table, addresses, sizes)
             regions = [table.regions[i] for i in np.unique(which[which >= 0])]
@@ -172,6 +181,7 @@ class PinnedRegions:
         """
         check_process(self._pid)
         with self._state:
+            self._retry()
             waited_for = self._pending(addresses)
             for region in reversed(waited_for):  # first, and in their order
                 if region in self._to_register:
@@ -249,9 +259,21 @@ class PinnedRegions:
         del self._regions[region.mapping.address]
         if region in self._to_register:
             self._to_register.remove(region)
+        elif region in self._to_retry:
+            self._to_retry.remove(region)
         elif region.device_address or region is self._busy:
             self._to_unregister.append(region)
             self._make_table()
+            self._work()
+
+    def _retry(self) -> None:
+        """What was refused long enough ago is registered, before it is asked for."""
+        due = [region for region in self._to_retry if region.retry_s <= self._clock.now_s()]
+        for region in due:
+            self._to_retry.remove(region)
+            region.refused = ""
+            self._to_register.append(region)
+        if due:
             self._work()
 
     def _make_table(self) -> None:
@@ -298,17 +320,23 @@ class PinnedRegions:
 
     def _register(self, region: _Region) -> None:
         mapping, address = region.mapping, 0
+        refused = ""
         try:
             address = self._device.host_register(mapping.address, mapping.length_bytes, read_only=not mapping.writable)
         except KVStoreError as error:
-            region.refused = str(error)
-            self._counters.add("pin_refused_regions")
-            _LOG.warning(
-                "a region can't be registered with the device: its blocks are copied once more",
-                extra=about("pin_refused", reason=str(error)),
-            )
+            refused = str(error)
+            if not region.retry_s:  # what happens again is not said again
+                self._counters.add("pin_refused_regions")
+                _LOG.warning(
+                    "a region can't be registered with the device: its blocks are copied once more",
+                    extra=about("pin_refused", reason=refused),
+                )
         with self._state:
-            region.device_address = address
+            region.device_address, region.refused = address, refused
+            if refused:
+                region.retry_s = self._clock.now_s() + RETRY_S
+                if not region.leaving:
+                    self._to_retry.append(region)
             if address:
                 self._counters.add("pinned_regions")
                 if not region.leaving:

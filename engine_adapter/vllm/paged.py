@@ -7,6 +7,8 @@ opened so, torch gathers the pages there, and they go through one pinned piece o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,7 +62,7 @@ class Paged(Protocol):
 def paged(layers: list[LayerPages], layout: BlockLayout, threads: int, mover: DeviceMover | None) -> Paged:
     """What copies for these layers, wherever they lie; with ``mover``, which their device needs, by it."""
     if mover is not None:
-        return MoverPaged(layers, layout, mover, _current_stream)
+        return MoverPaged(layers, layout, mover, partial(_current_stream, layers[0].tensor.device))
     if layers[0].tensor.device.type == "cpu":
         return MoverPaged(layers, layout, HostMover(threads), lambda: None)
     return DevicePaged(layers, layout, threads)
@@ -121,7 +123,8 @@ class DevicePaged:
     def __init__(self, layers: list[LayerPages], layout: BlockLayout, threads: int) -> None:
         self._layers, self._layout, self._threads = layers, layout, threads
         self._bytes = [_as_bytes(pages) for pages in layers]
-        self._on_cuda = layers[0].tensor.device.type == "cuda"
+        self._device = layers[0].tensor.device
+        self._on_cuda = self._device.type == "cuda"
 
     def loading(self) -> Moves:
         return _TorchMoves(self._mark())
@@ -134,33 +137,38 @@ class DevicePaged:
 
     def load(self, layer: int, slots: Slots, ids: NDArray[np.int64], moves: Moves, going: Going) -> bool:  # noqa: ARG002
         pages, (offset,) = self._layers[layer], self._layout.layers[layer].planes
-        staged = torch.empty((len(ids), pages.page_bytes), dtype=torch.uint8, pin_memory=self._on_cuda)
-        native.copy_batch(_rows(staged), (slots + offset).view(np.uint64), pages.page_bytes, threads=self._threads)
-        self._wait(moves)
-        memory = self._bytes[layer]
-        memory.index_copy_(0, torch.from_numpy(ids).to(memory.device), staged.to(memory.device))
-        self._finish()
+        with self._on_device():
+            staged = torch.empty((len(ids), pages.page_bytes), dtype=torch.uint8, pin_memory=self._on_cuda)
+            native.copy_batch(_rows(staged), (slots + offset).view(np.uint64), pages.page_bytes, threads=self._threads)
+            self._wait(moves)
+            memory = self._bytes[layer]
+            memory.index_copy_(0, torch.from_numpy(ids).to(memory.device), staged.to(memory.device))
+            self._finish()
         return True
 
     def save(self, layer: int, slots: Slots, ids: NDArray[np.int64], moves: Moves, going: Going) -> bool:  # noqa: ARG002
         pages, (offset,) = self._layers[layer], self._layout.layers[layer].planes
-        self._wait(moves)
-        memory = self._bytes[layer]
-        staged = memory.index_select(0, torch.from_numpy(ids).to(memory.device)).cpu()
+        with self._on_device():
+            self._wait(moves)
+            memory = self._bytes[layer]
+            staged = memory.index_select(0, torch.from_numpy(ids).to(memory.device)).cpu()
         native.copy_batch((slots + offset).view(np.uint64), _rows(staged), pages.page_bytes, threads=self._threads)
         return True
 
-    def _mark(self) -> Any:
-        return torch.cuda.current_stream().record_event() if self._on_cuda else None
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """This thread has the layers' device meanwhile: one of our own begins with number 0."""
+        return torch.cuda.device(self._device) if self._on_cuda else nullcontext()
 
-    @staticmethod
-    def _wait(moves: Moves) -> None:
+    def _mark(self) -> Any:
+        return torch.cuda.current_stream(self._device).record_event() if self._on_cuda else None
+
+    def _wait(self, moves: Moves) -> None:
         if isinstance(moves, _TorchMoves) and moves.event is not None:
-            torch.cuda.current_stream().wait_event(moves.event)
+            torch.cuda.current_stream(self._device).wait_event(moves.event)
 
     def _finish(self) -> None:
         if self._on_cuda:
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 class _TorchMoves(HostMoves):
@@ -171,8 +179,8 @@ class _TorchMoves(HostMoves):
         self.event = event
 
 
-def _current_stream() -> int:
-    return int(torch.cuda.current_stream().cuda_stream)
+def _current_stream(device: torch.device) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def _engine(pages: LayerPages, ids: NDArray[np.int64]) -> Pages:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvstore.cli.params import DaemonPlace, json_option, place_options, timeout_option
+from kvstore.cli.params import DaemonPlace, FiniteRange, json_option, place_options, timeout_option
 from kvstore.cli.selecting import (
     Selection,
     all_tenants_option,
@@ -38,7 +38,7 @@ from kvstore.errors import BadInputError, DeniedError, UnavailableError
 @click.option(
     "--wait",
     "wait_s",
-    type=click.FloatRange(0, 86400),
+    type=FiniteRange(0, 86400),
     default=60.0,
     show_default=True,
     help="Seconds to wait until no crash can bring them back.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +36,16 @@ class SizeType(click.ParamType[int]):
 
 
 SIZE = SizeType()
+
+
+class FiniteRange(click.FloatRange):
+    """Numbers of a range, of which inf and nan are none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r:.80} is no finite number", param, ctx)
+        return number
 
 
 class TiersType(click.ParamType[tuple[str, ...]]):

@@ -10,7 +10,7 @@ from dataclasses import asdict
 import click
 
 from kvstore.cli.asking import Asked, prompt_options
-from kvstore.cli.params import DaemonPlace, json_option, place_options, timeout_option
+from kvstore.cli.params import DaemonPlace, FiniteRange, json_option, place_options, timeout_option
 from kvstore.cli.selecting import opened, tenant_option, the_namespace
 from kvstore.cli.token_files import read_prompts
 from kvstore.client import Client, Pinned
@@ -22,9 +22,7 @@ LONGEST_S = 1e9
 
 
 @click.command(short_help="Keep what is stored of prompts from being evicted.")
-@click.option(
-    "--ttl", "ttl_s", type=click.FloatRange(0, min_open=True), help="For so many seconds.  [default: the most]"
-)
+@click.option("--ttl", "ttl_s", type=FiniteRange(0, min_open=True), help="For so many seconds.  [default: the most]")
 @click.option("--most", type=click.IntRange(1), default=256, show_default=True, help="Prompts of the file.")
 @prompt_options
 def pin(asked: Asked, ttl_s: float | None, most: int) -> None:
@@ -42,7 +40,8 @@ def pin(asked: Asked, ttl_s: float | None, most: int) -> None:
                 handle.pin(tokens, root=asked.root, ttl_s=ttl_s or LONGEST_S, keep=True) for tokens in prompts
             )
         except BadInputError as error:
-            raise BadInputError(f"prompt {len(pinned)}: {error}; those before it are pinned") from None
+            others = "; those before it are pinned" if pinned else ""
+            raise BadInputError(f"prompt {len(pinned)}: {error}{others}") from None
         finally:
             _show(client, pinned, as_json=asked.as_json)
 

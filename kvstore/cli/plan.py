@@ -13,10 +13,11 @@ from kvstore.bench.plan import DEFAULT_PERCENTS, PlanOptions, make_plan
 from kvstore.bench.plan_picture import draw_plan
 from kvstore.bench.plan_report import plan_dict, plan_tables
 from kvstore.bench.report import prepare, print_tables, progress_bar, save
-from kvstore.cli.params import SIZE, json_option, output_option
+from kvstore.cli.params import SIZE, FiniteRange, json_option, output_option
 from kvstore.config import WRITE_POLICIES
 from kvstore.errors import BadInputError
 from kvstore.prefix_index.policies import POLICIES
+from kvstore.recompute import LEAST_DOUBLING_TOKENS
 
 
 @click.command("plan", short_help="What a cache of which size would save for a trace.")
@@ -42,14 +43,14 @@ from kvstore.prefix_index.policies import POLICIES
 @click.option("--bytes-per-token", "token_bytes", type=SIZE, help="Bytes of KV of a token, over all layers and ranks.")
 @click.option(
     "--prefill-tokens-per-s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=None,
     help="What one GPU, or group of them, computes: says what time hits save.",
 )
 @click.option(
     "--attention-doubling-tokens",
     "doubling_tokens",
-    type=click.FloatRange(min=1),
+    type=FiniteRange(min=LEAST_DOUBLING_TOKENS),
     default=None,
     help="Position at which attention costs the model as much as all the rest of a token.  [default: the --model's]",
 )

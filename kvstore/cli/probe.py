@@ -15,7 +15,7 @@ from kvstore.bench.device_ways import effort_for, figures, measure_own_gb_per_s,
 from kvstore.bench.gpus_together import Together, measure_all
 from kvstore.bench.kv_sizes import MODELS, attention_doubling_tokens, bytes_per_token
 from kvstore.bench.report import print_tables
-from kvstore.cli.params import SIZE, json_option
+from kvstore.cli.params import SIZE, FiniteRange, json_option
 from kvstore.cli.probe_machine import cuda_missing, disk_facts, host_facts, registration_facts
 from kvstore.cli.probe_tables import probe_tables
 from kvstore.device.choose import open_device
@@ -56,7 +56,7 @@ class Computing:
     help=f"Compare with computing this model's KV again (its config.json, or one of {', '.join(MODELS)}),",
 )
 @click.option(
-    "--prefill-tokens-per-s", type=click.FloatRange(min=0, min_open=True), help="where the engine computes so many"
+    "--prefill-tokens-per-s", type=FiniteRange(min=0, min_open=True), help="where the engine computes so many"
 )
 @click.option("--prefill-tokens", type=click.IntRange(1), default=8192, show_default=True, help="of prompts so long.")
 @json_option

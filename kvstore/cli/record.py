@@ -11,7 +11,7 @@ from typing import Any, TextIO
 import click
 
 from kvstore.bench.record import TraceLines
-from kvstore.cli.params import DaemonPlace, json_option, place_options, timeout_option
+from kvstore.cli.params import DaemonPlace, FiniteRange, json_option, place_options, timeout_option
 from kvstore.cli.selecting import Selection, namespace_options, opened, tenant_option, the_namespace
 from kvstore.client.recording import RecordedRequest, Recording, RequestsLost
 from kvstore.errors import BadInputError, UnavailableError
@@ -21,7 +21,7 @@ POLL_S = 0.5
 
 @click.command(short_help="Write the requests of a namespace down as a trace.")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--for", "for_s", type=click.FloatRange(0), help="End after so many seconds.  [default: with Ctrl-C]")
+@click.option("--for", "for_s", type=FiniteRange(0), help="End after so many seconds.  [default: with Ctrl-C]")
 @click.option("--count", type=click.IntRange(1), help="End after so many requests.")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @place_options

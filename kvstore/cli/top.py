@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvstore.cli.inspect import namespace_dict
-from kvstore.cli.params import DaemonPlace, place_options, timeout_option
+from kvstore.cli.params import DaemonPlace, FiniteRange, place_options, timeout_option
 from kvstore.cli.selecting import all_tenants_option, has_nothing, tenant_option, title
 from kvstore.cli.status import whole
 from kvstore.cli.tenants import tenant_table
@@ -87,7 +87,7 @@ class Look:
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(0.1, 3600),
+    type=FiniteRange(0.1, 3600),
     default=1.0,
     show_default=True,
     help="Seconds between two looks.",

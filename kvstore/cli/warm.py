@@ -19,7 +19,7 @@ from rich.table import Table
 from kvstore.bench import workload
 from kvstore.bench.report import progress_bar
 from kvstore.bench.trace import load_trace
-from kvstore.cli.params import SIZE, DaemonPlace, json_option, place_options, timeout_option
+from kvstore.cli.params import SIZE, DaemonPlace, FiniteRange, json_option, place_options, timeout_option
 from kvstore.cli.selecting import Handle, Selection, namespace_options, opened, tenant_option, the_namespace
 from kvstore.cli.token_files import read_prompts
 from kvstore.client import Prefetch
@@ -82,7 +82,7 @@ class Pace:
 @click.option(
     "--wait",
     "wait_s",
-    type=click.FloatRange(0, 86400),
+    type=FiniteRange(0, 86400),
     default=10.0,
     show_default=True,
     help="Seconds to wait for each prompt; 0 = only start reading.",

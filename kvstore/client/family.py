@@ -10,12 +10,12 @@ from typing import Self
 from kvstore.client.finding import Finding
 from kvstore.client.lease import Hold, Lease
 from kvstore.client.namespace import NamespaceHandle
-from kvstore.client.prompts import count
+from kvstore.client.prompts import DEFAULT_ROOT, count
 from kvstore.client.session import Session
 from kvstore.errors import BadInputError, EndedError
 from kvstore.hybrid import parts_of
 from kvstore.shards import check_family
-from kvstore.types import Namespace, Shard
+from kvstore.types import Namespace, Root, Shard
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
 
@@ -46,9 +46,9 @@ class FamilyHandle(Finding["FamilyLease"]):
             Method.ATTACH_LEASE, request, pb.LeaseReply, lambda reply: self._leased(reply, reply.first_block)
         )
 
-    def end_session(self, session_id: str) -> int:
+    def end_session(self, session_id: str, root: Root = DEFAULT_ROOT) -> int:
         """As of a ``NamespaceHandle``, for every shard; returns the blocks of all of them."""
-        return sum(handle.end_session(session_id) for handle in self.shards)
+        return sum(handle.end_session(session_id, root) for handle in self.shards)
 
     def position(self, shard: int | Shard) -> int:
         """Where a shard, or number, stands in the family. Raises BadInputError for one that is not there."""

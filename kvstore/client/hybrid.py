@@ -302,9 +302,9 @@ class HybridHandle(Finding[HybridLease], Explaining):
             n_blocks = lease.n_blocks if lease else 0
             return HybridGet(n_blocks, n_blocks * self.block_tokens, lease.reason, lease.n_pending, copied)
 
-    def end_session(self, session_id: str) -> int:
+    def end_session(self, session_id: str, root: Root = DEFAULT_ROOT) -> int:
         """As of a ``NamespaceHandle``."""
-        return self._opener.end_session(session_id)
+        return self._opener.end_session(session_id, root)
 
     def _most_blocks(self, out: Mapping[int, NDArray[Any]], first_block: int, max_blocks: int | None) -> int | None:
         """The end of the hit that full groups have room for; checks the room of the others."""

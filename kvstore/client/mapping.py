@@ -66,9 +66,12 @@ class Regions:
         self._leaving: dict[int, weakref.ref[Mapping]] = {}
         self._alive: weakref.WeakSet[Mapping] = weakref.WeakSet()
 
-    def add(self, region_id: int, fd: int, size_bytes: int, *, writable: bool) -> None:
-        """Map a region's descriptor, with its page tables filled. Raises OSError if the kernel refuses."""
-        mapping = Mapping(fd, size_bytes, writable=writable, inherit=False)
+    def add(self, region_id: int, fd: int, size_bytes: int, *, writable: bool, unsealed: bool = False) -> None:
+        """Map a region's descriptor, with its page tables filled. Raises OSError if the kernel refuses.
+
+        One that is ``unsealed`` is mapped writable for reading, too: there are GPUs that take no other memory.
+        """
+        mapping = Mapping(fd, size_bytes, writable=writable or unsealed, inherit=False)
         mapping.populate()
         if writable:  # before anybody else maps it: the daemon may not have come to all of it yet
             mapping.gather()
@@ -148,8 +151,9 @@ def map_regions(call: Call, regions: Regions, region_ids: list[int], *, writable
             raise UnavailableError(
                 f"{len(fds)} descriptors came for {len(region_ids)} regions: is a descriptor limit reached?"
             )
+        unsealed = frozenset(reply.unsealed_ids)
         for region_id, fd, size_bytes in zip(region_ids, fds, reply.sizes_bytes, strict=True):
-            regions.add(region_id, fd, size_bytes, writable=writable)
+            regions.add(region_id, fd, size_bytes, writable=writable, unsealed=region_id in unsealed)
     except OSError as error:
         raise UnavailableError(f"the daemon's memory can't be mapped: {error.strerror or error}") from error
     finally:

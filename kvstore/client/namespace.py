@@ -213,13 +213,15 @@ class NamespaceHandle(Finding[Lease], Explaining):
         n_durable = min(max(done.n_durable - first_block, 0), len(rows))
         return replace(result, n_durable=n_durable, reason=result.reason or done.reason)
 
-    def end_session(self, session_id: str) -> int:
-        """No request with this ``Hints.session_id`` will follow: what only it has used goes first from now on.
+    def end_session(self, session_id: str, root: Root = DEFAULT_ROOT) -> int:
+        """No request with this ``Hints.session_id`` will follow below ``root``: what only it has used goes first now.
 
-        Returns how many blocks those are. Raises UnavailableError if the daemon can't be told.
+        Of the same id below another root nothing is known here, and nothing ends. Returns how many blocks those are. Raises UnavailableError if the daemon can't be told.
         """
         check_session_id(session_id)
-        request = pb.EndSessionRequest(namespace=self.ensure_open(), session_id=session_id)
+        request = pb.EndSessionRequest(
+            namespace=self.ensure_open(), session_id=session_id, salt=root.salt, lora=root.lora
+        )
         return self._session.call(Method.END_SESSION, request, pb.EndSessionReply).n_blocks
 
 

@@ -44,7 +44,8 @@ class RequestsLost:
 class Recording:
     """The requests of one namespace from the moment of its making on; the daemon keeps them for a minute or so.
 
-    Not for several threads at once. Raises BadInputError if the daemon records too many already, and UnavailableError.
+    Requests of more than 16,384 blocks are not kept, and count as lost. Not for several threads at once. Raises
+    BadInputError if the daemon records too many namespaces already, of the tenant or in all, and UnavailableError.
     """
 
     def __init__(self, session: Session, ensure_open: Callable[[], bytes]) -> None:
@@ -82,15 +83,14 @@ class Recording:
 def _requests(reply: pb.RecordReply) -> list[RecordedRequest]:
     n = len(reply.types)
     times_s = unpack("times_s", reply.times_s, F64, n).tolist()
-    counts = [
-        unpack(name, getattr(reply, name), U32, n).tolist() for name in ("n_tokens", "n_output", "turns", "n_rows")
-    ]
+    n_tokens = unpack("n_tokens", reply.n_tokens, U64, n).tolist()
+    counts = [unpack(name, getattr(reply, name), U32, n).tolist() for name in ("n_output", "turns", "n_rows")]
     sessions = unpack("sessions", reply.sessions, U64, n).tolist()
-    keys = unpack("keys", reply.keys, U64, sum(counts[3]))
-    ends = np.cumsum(counts[3], dtype=np.intp).tolist()
+    keys = unpack("keys", reply.keys, U64, sum(counts[2]))
+    ends = np.cumsum(counts[2], dtype=np.intp).tolist()
     return [
-        RecordedRequest(time_s, n_tokens, n_output, kind, turn, session, keys[end - n_rows : end])
-        for time_s, n_tokens, n_output, turn, n_rows, kind, session, end in zip(
-            times_s, *counts, reply.types, sessions, ends, strict=True
+        RecordedRequest(time_s, tokens, n_output, kind, turn, session, keys[end - n_rows : end])
+        for time_s, tokens, n_output, turn, n_rows, kind, session, end in zip(
+            times_s, n_tokens, *counts, reply.types, sessions, ends, strict=True
         )
     ]

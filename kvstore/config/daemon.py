@@ -23,6 +23,7 @@ RECOVERY_MODES = ("none", "normal", "strict")
 POLICY_CLOCKS = ("system", "client")
 GENERATED_TOKENS = ("store", "skip")
 NUMA_WORDS = ("auto", "off")
+ISOLATIONS = ("client", "tenant")
 NUMA_NODES_MAX = 1024
 EXPLAIN_HISTORY_BLOCKS_MAX = 1 << 20
 """To look through more would keep other requests waiting."""
@@ -50,6 +51,8 @@ class DaemonConfig:
     ``explain_history_blocks`` is how many blocks that left are remembered, with the reason: 31 bytes each, 0 = none.
 
     ``numa_node`` is the node that DRAM is taken from, in digits; ``"auto"``: that near all GPUs, ``"off"``: any.
+    ``isolation`` says who can't write what others stored: any other ``"client"``, as the kernel keeps memory sealed, or
+    only those of another ``"tenant"``. That is for GPUs that can't register memory which is mapped read-only.
 
     With ``nvme_dir`` there is an NVMe tier of ``nvme_bytes`` there, evicted from by ``nvme_policy`` ("": as DRAM is, by
     ``policy``). ``write_policy`` says when a block is
@@ -71,6 +74,7 @@ class DaemonConfig:
     region_bytes: int = 0
     prefault: bool = True
     numa_node: str = "auto"
+    isolation: str = "client"
     policy: str = DEFAULT_POLICY
     policy_clock: str = "system"
     lease_s_default: float = 30.0
@@ -105,6 +109,10 @@ class DaemonConfig:
             check_socket_path(self.socket_path, "socket_path")
         self._check_dram()
         self._check_numa()
+        if self.isolation not in ISOLATIONS:
+            raise ConfigError(
+                f"--isolation is {self.isolation!r}; known are {', '.join(ISOLATIONS)}", ("isolation",)
+            )
         if self.generated_tokens not in GENERATED_TOKENS:
             raise ConfigError(
                 f"--generated-tokens is {self.generated_tokens!r}; known are {', '.join(GENERATED_TOKENS)}",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from kvstore.config.daemon import GENERATED_TOKENS, POLICY_CLOCKS, RECOVERY_MODES, WRITE_POLICIES, DaemonConfig
+from kvstore.config.daemon import GENERATED_TOKENS, ISOLATIONS, POLICY_CLOCKS, RECOVERY_MODES, WRITE_POLICIES, DaemonConfig
 from kvstore.config.kinds import (
     ADDRESS,
     COUNT,
@@ -118,6 +118,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("dram", "prefault", "prefault", SWITCH, "--prefault", "Fill the tier's pages ahead of use."),
     Setting("dram", "numa_node", "numa_node", NODE, "--numa-node",
             "NUMA node to take the tier's memory from, if there are several; auto = near the GPUs, off = any."),
+    Setting("dram", "isolation", "isolation", choice(ISOLATIONS), "--isolation",
+            "Whose blocks a client can't write: those of any other client, or of other tenants only, for some GPUs."),
     Setting("hbm", "device", "hbm.device", TEXT, "--hbm-device",
             "Device of an HBM tier: cuda:0, or simulated, in ordinary memory.", "none"),
     Setting("hbm", "capacity", "hbm.capacity_bytes", SIZE, "--hbm", "Capacity of the HBM tier.", "none"),

@@ -31,6 +31,7 @@ from kvstore.device.checked import (
 from kvstore.device.cuda_calls import bindings, do, error_of, number_of
 from kvstore.device.cuda_host import RANGES
 from kvstore.device.cuda_kernels import CudaKernels
+from kvstore.device.cuda_streams import OwnStreams, or_legacy, relaxed
 from kvstore.device.kernels import check_launch
 from kvstore.device.seam import IPC_HANDLE_BYTES, Addresses, Argument, DeviceFacts
 from kvstore.errors import BadInputError, DeviceError
@@ -68,15 +69,17 @@ class CudaDevice:
         self._registered: set[int] = set()
         self._opened: Counter[int] = Counter()
         self._opened_at_home: Counter[int] = Counter()
-        self._streams: set[int] = set()
+        self._streams = OwnStreams()
         self._events: set[int] = set()
         previous = do(driver.cuCtxGetCurrent)
         try:
             do(runtime.cudaSetDevice, ordinal)
             # Kernels and copies need the context from the first call on; this makes it.
-            do(runtime.cudaFree, 0)
+            with relaxed():
+                do(runtime.cudaFree, 0)
             self._context = do(driver.cuCtxGetCurrent)
             self._facts = _facts_of(ordinal)
+            self._uses_host_page_tables = _uses_host_page_tables(ordinal)
         finally:
             do(driver.cuCtxSetCurrent, previous)
         self._kernels = CudaKernels(self._facts.capability)
@@ -100,7 +103,7 @@ class CudaDevice:
     def free(self, address: int) -> None:
         with self._current() as runtime:
             self._forget(self._allocated, address, "free", "malloc")
-            do(runtime.cudaDeviceSynchronize)
+            self._streams.drain()
             _export_ends({address})
             do(runtime.cudaFree, address)
 
@@ -112,7 +115,7 @@ class CudaDevice:
             )
         with self._current() as runtime, ExitStack() as undo:
             flags = runtime.cudaHostRegisterMapped | runtime.cudaHostRegisterPortable
-            if read_only:
+            if read_only and not self._uses_host_page_tables:
                 flags |= runtime.cudaHostRegisterReadOnly
             with self._lock:
                 if address in self._registered:
@@ -129,7 +132,7 @@ class CudaDevice:
     def host_unregister(self, address: int) -> None:
         with self._current() as runtime:
             self._forget(self._registered, address, "host_unregister", "host_register")
-            do(runtime.cudaDeviceSynchronize)
+            self._streams.drain()
             RANGES.give_back(address, partial(do, runtime.cudaHostUnregister, address))
 
     def ipc_export(self, address: int) -> bytes:
@@ -171,23 +174,19 @@ class CudaDevice:
                         f"ipc_close of {address:#x}, which no ipc_open gave, or which was closed already"
                     )
                 opened[address] -= 1
-            do(runtime.cudaDeviceSynchronize)
+            self._streams.drain()
             if not at_home:
                 do(runtime.cudaIpcCloseMemHandle, address)
 
     # Streams and events ------------------------------------------------------------------------------
 
     def stream(self) -> int:
-        with self._current() as runtime:
-            stream = number_of(do(runtime.cudaStreamCreateWithFlags, runtime.cudaStreamNonBlocking))
-        with self._lock:
-            self._streams.add(stream)
-        return stream
+        with self._current():
+            return self._streams.make()
 
     def free_stream(self, stream: int) -> None:
-        with self._current() as runtime:
-            self._forget(self._streams, stream, "free_stream", "stream")
-            do(runtime.cudaStreamDestroy, stream)
+        with self._current():
+            self._streams.end(stream)
 
     def event(self) -> int:
         with self._current() as runtime:
@@ -204,11 +203,11 @@ class CudaDevice:
 
     def record(self, event: int, stream: int) -> None:
         with self._current() as runtime:
-            do(runtime.cudaEventRecord, event, stream)
+            do(runtime.cudaEventRecord, event, or_legacy(stream))
 
     def wait_event(self, stream: int, event: int) -> None:
         with self._current() as runtime:
-            do(runtime.cudaStreamWaitEvent, stream, event, runtime.cudaEventWaitDefault)
+            do(runtime.cudaStreamWaitEvent, or_legacy(stream), event, runtime.cudaEventWaitDefault)
 
     def query(self, event: int) -> bool:
         with self._current() as runtime:
@@ -225,14 +224,15 @@ class CudaDevice:
 
     def sync_stream(self, stream: int) -> None:
         with self._current() as runtime:
-            do(runtime.cudaStreamSynchronize, stream)
+            do(runtime.cudaStreamSynchronize, or_legacy(stream))
 
     # Work --------------------------------------------------------------------------------------------
 
     def copy(self, dst: int, src: int, size_bytes: int, stream: int) -> None:
         check_copy(size_bytes)
         with self._current() as runtime:
-            do(runtime.cudaMemcpyAsync, dst, src, size_bytes, runtime.cudaMemcpyKind.cudaMemcpyDefault, stream)
+            kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
+            do(runtime.cudaMemcpyAsync, dst, src, size_bytes, kind, or_legacy(stream))
 
     def copy_batch(self, dsts: Addresses, srcs: Addresses, sizes: NDArray[np.uint64], stream: int) -> None:
         to, of, n_bytes = (values.tolist() for values in some_copies(dsts, srcs, sizes))
@@ -242,7 +242,7 @@ class CudaDevice:
             if not self._facts.can_batch_copies or stream in _NO_BATCHES:
                 kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
                 for dst, src, size_bytes in zip(to, of, n_bytes, strict=True):
-                    do(runtime.cudaMemcpyAsync, dst, src, size_bytes, kind, stream)
+                    do(runtime.cudaMemcpyAsync, dst, src, size_bytes, kind, or_legacy(stream))
                 return
             in_order = runtime.cudaMemcpyAttributes()
             in_order.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
@@ -251,7 +251,7 @@ class CudaDevice:
     def fill(self, address: int, byte: int, size_bytes: int, stream: int) -> None:
         check_fill(byte, size_bytes)
         with self._current() as runtime:
-            do(runtime.cudaMemsetAsync, address, byte, size_bytes, stream)
+            do(runtime.cudaMemsetAsync, address, byte, size_bytes, or_legacy(stream))
 
     def launch(
         self,
@@ -265,7 +265,7 @@ class CudaDevice:
         """Compiles the kernels at the first launch on a machine, which takes about a second."""
         check_launch(kernel, grid, block, arguments, shared_bytes)
         with self._current():
-            self._kernels.launch(kernel, grid, block, arguments, stream, shared_bytes)
+            self._kernels.launch(kernel, grid, block, arguments, or_legacy(stream), shared_bytes)
 
     def close(self) -> None:
         if os.getpid() != self._pid:
@@ -281,38 +281,43 @@ class CudaDevice:
         # Each of these is tried, whatever the others raise; the last is done first.
         with ExitStack() as stack:
             stack.callback(do, driver.cuCtxSetCurrent, previous)
+            stack.enter_context(relaxed())
             runtime = bindings("runtime")
             stack.callback(self._kernels.unload)
             for give_back, taken in (
                 (runtime.cudaFree, self._allocated),
                 (runtime.cudaIpcCloseMemHandle, self._opened.elements()),
                 (runtime.cudaEventDestroy, self._events),
-                (runtime.cudaStreamDestroy, self._streams),
             ):
                 for each in taken:
                     stack.callback(do, give_back, each)
+            stack.callback(self._streams.destroy)
             for address in self._registered:
                 stack.callback(RANGES.give_back, address, partial(do, runtime.cudaHostUnregister, address))
-            stack.callback(do, runtime.cudaDeviceSynchronize)
+            stack.callback(self._streams.drain)
 
     # Inside ------------------------------------------------------------------------------------------
 
     @contextmanager
     def _current(self) -> Iterator[Any]:
-        """The runtime, with this device's context current on this thread; afterwards the thread has what it had."""
+        """The runtime, with this device's context current on this thread; afterwards the thread has what it had.
+
+        What is asked meanwhile does not spoil a graph that another thread captures.
+        """
         check_process(self._pid)
         if self._closed:
             raise DeviceError("the device is closed; open another")
         driver = bindings("driver")
         previous = do(driver.cuCtxGetCurrent)
-        if previous == self._context:
-            yield bindings("runtime")
-            return
-        do(driver.cuCtxSetCurrent, self._context)
-        try:
-            yield bindings("runtime")
-        finally:
-            do(driver.cuCtxSetCurrent, previous)
+        with relaxed():
+            if previous == self._context:
+                yield bindings("runtime")
+                return
+            do(driver.cuCtxSetCurrent, self._context)
+            try:
+                yield bindings("runtime")
+            finally:
+                do(driver.cuCtxSetCurrent, previous)
 
     def _forget(self, taken: set[int], number: int, call: str, maker: str) -> None:
         with self._lock:
@@ -332,11 +337,19 @@ def gpus() -> list[DeviceFacts]:
     return [_facts_of(ordinal) for ordinal in range(do(bindings("runtime").cudaGetDeviceCount))]
 
 
+def _uses_host_page_tables(ordinal: int) -> bool:
+    """Whether host memory that is mapped read-only is registered like any other, without a flag for it (GH200)."""
+    runtime = bindings("runtime")
+    attribute = runtime.cudaDeviceAttr.cudaDevAttrPageableMemoryAccessUsesHostPageTables
+    return bool(do(runtime.cudaDeviceGetAttribute, attribute, ordinal))
+
+
 def _facts_of(ordinal: int) -> DeviceFacts:
     runtime = bindings("runtime")
     attribute = runtime.cudaDeviceAttr
     properties = do(runtime.cudaGetDeviceProperties, ordinal)
     read_only = do(runtime.cudaDeviceGetAttribute, attribute.cudaDevAttrHostRegisterReadOnlySupported, ordinal)
+    read_only = read_only or _uses_host_page_tables(ordinal)
     has_batches = hasattr(runtime, "cudaMemcpyBatchAsync") and do(runtime.cudaDriverGetVersion) >= _BATCHES_SINCE
     return DeviceFacts(
         kind="cuda",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from kvstore.device.cuda_calls import bindings, do, number_of
@@ -72,9 +72,10 @@ class OwnStreams:
 
     def destroy(self) -> None:
         """End all, when what they were given is over."""
-        with self._lock:
-            while self._streams:
-                do(bindings("runtime").cudaStreamDestroy, self._streams.pop())
+        with self._lock, ExitStack() as each:
+            for stream in self._streams:
+                each.callback(do, bindings("runtime").cudaStreamDestroy, stream)
+            self._streams.clear()
 
 
 def _event_behind(stream: int) -> int:

@@ -38,7 +38,9 @@ class DeviceFacts:
 
 
 class Device(Protocol):
-    """One device. Every method may be called from any thread; none but ``sync_*`` and ``malloc`` waits for the device.
+    """One device. Every method may be called from any thread. ``sync_*`` and ``malloc`` wait for the device; ``free``,
+    ``host_unregister`` and ``ipc_close`` for what streams of this ``Device`` were given, no others: work on streams
+    that somebody else made must be over by then. So graphs that other threads capture are left alone.
 
     Work given to a stream runs in order; streams know nothing of each other unless an event is between them. What is
     read and written belongs to the device from the call until the work is known to be over: by ``sync_stream``,
@@ -57,7 +59,7 @@ class Device(Protocol):
         ...
 
     def free(self, address: int) -> None:
-        """Give back what ``malloc`` gave. Waits for the work that is under way."""
+        """Give back what ``malloc`` gave. Waits for the work that is under way on streams made here."""
         ...
 
     def host_register(self, address: int, size_bytes: int, *, read_only: bool = False) -> int:

@@ -153,7 +153,7 @@ EXPORTS: tuple[Export, ...] = (
     *_gauges("hbm_held_blocks", "Copies in HBM that are gone but for who still reads them.", of="hbm_held_blocks"),
     *_gauges("hbm_bytes", "Bytes of HBM that hold no copy that can be found, by why.", "state",
              reserved="hbm_reserved_bytes", quarantined="hbm_quarantined_bytes",
-             retired_mapped="hbm_retired_mapped_bytes"),
+             retired_mapped="hbm_retired_mapped_bytes", lost="hbm_lost_bytes"),
     *_gauges("hbm_regions", "Regions of HBM.", of="hbm_regions"),
     *_counters("hbm_promoted_blocks_total", "Blocks copied to HBM.", of="hbm_promoted_blocks"),
     *_counters("hbm_promoted_bytes_total", "Bytes of these.", of="hbm_promoted_bytes"),
@@ -162,7 +162,7 @@ EXPORTS: tuple[Export, ...] = (
     *_gauges("hbm_copies", "Batches being copied to HBM, or waiting for it.", of="hbm_copies"),
     *_gauges("hbm_queued_blocks", "Blocks waiting or being copied to HBM.", of="hbm_queued_blocks"),
     *_gauges("hbm_queued_bytes", "Bytes of these.", of="hbm_queued_bytes"),
-    *_gauges("hbm_suspended", "1 while nothing is copied to HBM, as a copy failed.", of="hbm_suspended"),
+    *_gauges("hbm_suspended", "1 while HBM is not used, as the device failed.", of="hbm_suspended"),
     # Claims and clients
     *_gauges("claims", "Leases, reservations and pins in force.", "kind",
              lease="leases", reservation="reservations", pin="pins"),
@@ -208,7 +208,7 @@ INFO_TEXTS: dict[str, str] = {
 NVME_STATES = ("ok", "full", "failing")
 """One sample of ``kvstore_nvme_health`` each."""
 
-TEXTS_TOLD_ELSEWHERE = {"nvme_health", "dram_huge_pages_note", "dram_memory_failure", "hbm_memory_failure"}
+TEXTS_TOLD_ELSEWHERE = {"nvme_health", "dram_huge_pages_note", "dram_isolation", "dram_memory_failure", "hbm_memory_failure"}
 """Texts that a metric or ``/ready`` tells of in its own way."""
 
 BY_METHOD: dict[str, str] = {

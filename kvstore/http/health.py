@@ -52,9 +52,9 @@ def degradations(snapshot: Snapshot) -> list[str]:
     if failure := texts.get("dram_memory_failure"):
         found.append(f"memory could not be had: {failure}")
     if failure := texts.get("hbm_memory_failure"):
-        found.append(f"memory of the GPU could not be had: {failure}")
+        found.append(f"memory of the GPU could not be had or given back: {failure}")
     if numbers.get("hbm_suspended"):
-        found.append("a copy to HBM failed: none is made for a while")
+        found.append("the GPU of the HBM tier failed: for a while nothing is read or copied there")
     if n_failed := numbers.get("jobs_failed"):
         found.append(f"{n_failed:.0f} jobs ended as none may: look into the log")
     return found

@@ -106,7 +106,7 @@ static void head_of(const Part *part, int64_t unit) {
     for (int row = 0; row < job->count; row += step) {
         const int n = job->count - row < step ? job->count - row : step;
         char *rows[GROUP];
-        for (int r = 0; r < n; r++) rows[r] = kv + row_offset(job, head, tokens, row + r);
+        find_rows(job, kv, head, tokens, row, n, rows);
         if (part->encode) lost |= part->encode(job, (const char *const *)rows, n, codes, numbers);
         else part->decode(job, rows, n, codes, numbers);
         codes += n * code_row_bytes(job);
@@ -188,7 +188,8 @@ KV_EXPORT void kv_copy_rows(const Job *job, size_t n, const uint64_t *kv, const 
         char *at = (char *)(uintptr_t)flat[i];
         for (int head = 0; head < job->heads; head++)
             for (int row = 0; row < job->count; row++, at += row_bytes) {
-                char *kv_row = (char *)(uintptr_t)kv[i] + row_offset(job, head, mine, row);
+                char *kv_row;
+                find_rows(job, (char *)(uintptr_t)kv[i], head, mine, row, 1, &kv_row);
                 if (to_flat) memcpy(at, kv_row, row_bytes);
                 else memcpy(kv_row, at, row_bytes);
             }

@@ -9,7 +9,7 @@
 enum { DTYPE_BF16 = 0, DTYPE_FP16 = 1, DTYPE_FP32 = 2 };
 enum { PER_TOKEN = 0, PER_TOKEN_ROTATED = 1, PER_CHANNEL = 2, FP8 = 3 };
 
-/* Rows of a batch, rows of a group of channels, longest row; rows are multiples of the first. */
+/* Rows of a batch, rows of a group of channels, longest row. Rows have a multiple of 16 elements. */
 enum { BATCH = 16, GROUP = 32, DIM_MAX = 1024 };
 
 /* The largest fp16: nothing beyond it is stored, so that a scale and a minimum always fit. */
@@ -31,10 +31,21 @@ typedef struct {
 
 static inline int element_bytes(int dtype) { return dtype == DTYPE_FP32 ? 4 : 2; }
 
-static inline int64_t row_offset(const Job *job, int head, const int32_t *tokens, int row) {
-    int32_t token = tokens ? tokens[(int64_t)head * job->count + row] : job->first + row;
-    return token / job->page_tokens * job->page_stride + token % job->page_tokens * job->token_stride +
-           head * job->head_stride;
+/* Where `n` rows of a head lie, from `row` on; `tokens`: [heads, count], or NULL for those from job->first on. */
+static inline void find_rows(const Job *job, char *kv, int head, const int32_t *tokens, int row, int n, char **rows) {
+    kv += head * job->head_stride;
+    if (tokens) {
+        tokens += (int64_t)head * job->count + row;
+        for (int r = 0; r < n; r++)
+            rows[r] = kv + tokens[r] / job->page_tokens * job->page_stride +
+                      tokens[r] % job->page_tokens * job->token_stride;
+        return;
+    }
+    int32_t page = (job->first + row) / job->page_tokens, at = (job->first + row) % job->page_tokens;
+    for (int r = 0; r < n; r++) {
+        rows[r] = kv + page * job->page_stride + at * job->token_stride;
+        if (++at == job->page_tokens) at = 0, page++;
+    }
 }
 
 /* Whole vectors of a row can be written past the cache. */

@@ -55,15 +55,18 @@ class Answers:
     def on_frame(self, connection: Connection, method: int, flags: int, request_id: int, payload: bytes) -> None:
         """Work on one frame. Whatever it causes, the daemon goes on and the client hears of it."""
         begun_s = time.perf_counter()
+        frame = None
         try:
             result = self._dispatch(connection, method, payload)
+            if isinstance(result, Reply):
+                frame = _frame(method, flags, request_id, result)
         except Exception as error:
             self._fail(connection, method, request_id, error)
             return
         finally:
             self._after()
         if isinstance(result, Reply):
-            _send(connection, method, flags, request_id, result)
+            _send(connection, frame, result)
             self._monitor.answered(method, time.perf_counter() - begun_s, _session_of(connection), result.message)
             return
         slow = self._slow[connection] = _Slow(connection, method, flags, request_id, result, begun_s=begun_s)
@@ -92,7 +95,7 @@ class Answers:
             slow.task.cancel()
         try:
             reply = await slow.result
-            _send(slow.connection, slow.method, slow.flags, slow.request_id, reply)
+            _send(slow.connection, _frame(slow.method, slow.flags, slow.request_id, reply), reply)
             took_s = time.perf_counter() - slow.begun_s
             self._monitor.answered(slow.method, took_s, _session_of(slow.connection), reply.message, waited=True)
         except asyncio.CancelledError:
@@ -115,9 +118,14 @@ class Answers:
             connection.close_after_sending()
 
 
-def _send(connection: Connection, method: int, flags: int, request_id: int, reply: Reply) -> None:
-    if not flags & FLAG_NO_REPLY:
-        connection.send(encode(method, FLAG_REPLY, request_id, reply.message), reply.descriptors)
+def _frame(method: int, flags: int, request_id: int, reply: Reply) -> bytes | None:
+    """None where no reply is wanted. Raises BadInputError for one that is too long."""
+    return None if flags & FLAG_NO_REPLY else encode(method, FLAG_REPLY, request_id, reply.message)
+
+
+def _send(connection: Connection, frame: bytes | None, reply: Reply) -> None:
+    if frame is not None:
+        connection.send(frame, reply.descriptors)
 
 
 def _session_of(connection: Connection) -> Session | None:

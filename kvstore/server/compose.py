@@ -55,6 +55,7 @@ def make_store(
             ledger=succession.keeper if succession is not None else None,
             former=succession.former if succession is not None else None,
             numa_node=_dram_node(config),
+            unsealed=config.isolation == "tenant",
         )
         opened.callback(dram.close)
         hbm = _open_hbm(config.hbm, opened)

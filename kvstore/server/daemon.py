@@ -378,8 +378,10 @@ class Daemon:
 
     def _pump_now(self) -> None:
         """After the answer: nobody waits for what the store does behind the request's back."""
-        self._pump_is_due = False
         self._pump.pump()
+        self._pump_is_due = self.store.requests.has_work
+        if self._pump_is_due:
+            self._loop.call_soon(self._pump_now)
 
     # Time ----------------------------------------------------------------------------------------
 
@@ -407,11 +409,9 @@ class Daemon:
             if session.live and now_s - session.heartbeat_at_s > silence_s:
                 log.warning(
                     "client %s (process %d) sent no heartbeat for %.1f s: its rights end",
-                    session.client_name,
-                    session.pid,
-                    silence_s,
+                    session.client_name, session.pid, silence_s,
                     extra=about("client_silent", client=session.client_name, session=session.id, pid=session.pid),
-                )
+                )  # fmt: skip
                 self._cut_off(session)
         for connection in list(self._connections):
             if isinstance(connection.context, Greeting) and connection.context.deadline_s < now_s:

@@ -258,7 +258,11 @@ class Handlers:
             self._store.share_region(session.id, session.tenant, region_id, writable=request.writable)
             for region_id in ids
         ]
-        reply = pb.MapRegionsReply(region_ids=ids, sizes_bytes=[region.size_bytes for region in regions])
+        reply = pb.MapRegionsReply(
+            region_ids=ids,
+            sizes_bytes=[region.size_bytes for region in regions],
+            unsealed_ids=[region.id for region in regions if region.unsealed],
+        )
         return Reply(reply, tuple(region.fd for region in regions))
 
     def regions_mapped(self, session: Session, request: pb.RegionsMappedRequest) -> Result:

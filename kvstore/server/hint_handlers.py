@@ -20,4 +20,5 @@ class HintHandlers:
     def end_session(self, session: Session, request: pb.EndSessionRequest) -> Result:
         check_session_id(request.session_id)
         opened = self._prompts.opened(session, request.namespace)
-        return Reply(pb.EndSessionReply(n_blocks=self._store.end_session(opened, request.session_id)))
+        root_key = opened.root_key(request.salt, request.lora)
+        return Reply(pb.EndSessionReply(n_blocks=self._store.end_session(root_key, request.session_id)))

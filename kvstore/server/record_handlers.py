@@ -16,6 +16,8 @@ from kvstore.wire.framing import Method
 from kvstore.wire.packing import F64, U32, U64, pack
 
 BLOCKS_PER_REPLY_MAX = 1 << 16
+REQUESTS_PER_REPLY_MAX = 1024
+"""About a millisecond's work."""
 
 
 class RecordHandlers:
@@ -36,9 +38,9 @@ class RecordHandlers:
                 f"tenant {session.tenant!r} has no open namespace {request.namespace.hex()!r:.80}: open it first"
             )
         log, number = self._store.requests, opened.ordinal
-        log.watched(number, self._store.clock.now_s())
+        log.watched(opened, self._store.clock.now_s())
         seq = log.last_seq(number) if request.from_now else request.after_seq
-        came = log.after(number, seq, BLOCKS_PER_REPLY_MAX)
+        came = log.after(number, seq, BLOCKS_PER_REPLY_MAX, REQUESTS_PER_REPLY_MAX)
         looked = came.requests
         reply = pb.RecordReply(
             next_seq=came.next_seq,
@@ -46,12 +48,12 @@ class RecordHandlers:
             n_lost=came.n_lost,
             gap=came.gap,
             times_s=pack(np.array([each.time_s for each in looked]), F64),
-            n_tokens=pack(np.array([each.n_tokens for each in looked]), U32),
+            n_tokens=pack(np.array([each.n_tokens for each in looked], np.uint64), U64),
             n_output=pack(np.array([each.n_output for each in looked]), U32),
             turns=pack(np.array([each.turn for each in looked]), U32),
             sessions=pack(np.array([each.session for each in looked], np.uint64), U64),
             types=[each.request_type for each in looked],
             n_rows=pack(np.array([len(each.keys) for each in looked]), U32),
-            keys=b"".join(pack(each.keys, U64) for each in looked),
+            keys=pack(np.concatenate([each.keys for each in looked]), U64) if looked else b"",
         )
         return Reply(reply)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,14 +11,17 @@ from numpy.typing import NDArray
 
 from kvstore.clock import Clock
 from kvstore.device import Device
-from kvstore.errors import BadInputError
-from kvstore.jobs import Jobs
+from kvstore.errors import BadInputError, KVStoreError
+from kvstore.jobs import Job, Jobs, Lane
+from kvstore.logs import about
 from kvstore.metrics import Counters
 from kvstore.prefix_index.block_table import At
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.promote import Copier, Promoter, Promotion
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
+
+log = logging.getLogger("kvstore.store")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +46,17 @@ class Hbm:
         self.device = setup.device
         self.above = index.above
         self.above.places = setup.tier
+        self._jobs = jobs
         self._copier = Copier(setup.device)
         self.promoter = Promoter(
             index, self.above, dram, setup.tier, self._copier, jobs, counters, clock, setup.promotion
         )
+        self.tier.make_calls(self._later, self.promoter.pause)
+
+    @property
+    def serves(self) -> bool:
+        """Whether readers are told of copies here: not for a while after the device failed."""
+        return not self.promoter.suspended
 
     def slots(self, ids: At) -> NDArray[np.int64]:
         """Where the copies of these blocks lie, -1 where there is none."""
@@ -62,7 +74,16 @@ class Hbm:
         return numbers, texts
 
     def close(self) -> None:
-        """Give everything back to the device. No copy may be under way."""
-        self._copier.close()
-        self.tier.close()
-        self.device.close()
+        """Give everything back to the device, as far as it takes it. No copy may be under way."""
+        for close in (self._copier.close, self.tier.close, self.device.close):
+            try:
+                close()
+            except KVStoreError as error:
+                log.warning("HBM: the device failed at the end: %s", error, extra=about("hbm_failed", error=str(error)))
+
+    def _later(self, run: Callable[[], None], done: Callable[[], None]) -> None:
+        def finish() -> None:
+            done()
+            self.promoter.pump()
+
+        self._jobs.append(Job(Lane.DEVICE, run, finish))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvstore.metrics import Counters
 from kvstore.prefix_index.block_table import DRAM, At
 from kvstore.prefix_index.history import Departure, Left
 from kvstore.prefix_index.index import PrefixIndex
-from kvstore.store.being_written import written_end
+from kvstore.store.being_written import is_written
 from kvstore.store.outcome import Outcome
 from kvstore.store.requests import Prompt
 
@@ -35,7 +36,7 @@ class Ending(StrEnum):
     Never stored as far as is remembered: NEW (nothing of the prompt is stored), DIFFERS (what is stored goes on
     otherwise) or LONGER (nothing stored goes on). BEING_WRITTEN: a client has reserved it. NOT_LOADED: the block is
     stored, and was not in DRAM in time. PARTS: the blocks are stored, what some groups of a hybrid model need is not.
-    UNSAMPLED: there were too many to look at.
+    UNSAMPLED: there were too many, or too much, to look at.
     """
 
     NEW = "new"
@@ -103,8 +104,8 @@ class Misses:
             self._counters.add(counter_of(Left.EXPIRED))
         elif len(self._noted) >= NOTED_MAX:
             self._count(Ending.UNSAMPLED)
-        elif self._is_written(prompt, n):
-            self._count(Ending.BEING_WRITTEN)
+        elif (written := self._is_written(prompt, n)) is not False:
+            self._count(Ending.BEING_WRITTEN if written else Ending.UNSAMPLED)
         else:
             parent_key = self._index.table.key[ids[n - 1]].tobytes() if n else prompt.root_key
             key = prompt.path.chain(parent_key, n, n + 1)[0].tobytes()
@@ -115,9 +116,9 @@ class Misses:
             return Ending.NEW
         return Ending.DIFFERS if self._index.table.n_followers(int(ids[n - 1])) else Ending.LONGER
 
-    def _is_written(self, prompt: Prompt, row: int) -> bool:
-        reservations = list(self._reservations)
-        return 0 < len(reservations) <= RESERVATIONS_MAX and written_end(reservations, prompt, row) > 0
+    def _is_written(self, prompt: Prompt, row: int) -> bool | None:
+        reservations = list(islice(self._reservations, RESERVATIONS_MAX + 1))
+        return len(reservations) <= RESERVATIONS_MAX and is_written(reservations, prompt, row)
 
     @staticmethod
     def _is_later(departure: Departure, noted: _Noted, now_s: float) -> bool:

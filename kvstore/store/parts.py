@@ -118,14 +118,14 @@ class StoreParts:
         """Take down that a prompt was looked up, whose leading blocks ``ids`` are stored, and what became of it."""
         now_s = self.clock.now_s()
         prompt.namespace.looked_up(prompt.path.n_rows, outcome.n_blocks, now_s)
-        self.requests.note(session_id, prompt, ids, asks_again=outcome.n_unused > 0)
+        self.requests.note(session_id, prompt, ids, now_s, asks_again=outcome.n_unused > 0)
 
     def _note_use(self, prompt: Prompt, ids: At) -> None:
         """Write down what the request says about the blocks that it uses."""
         if prompt.hints is not None:
             self.counters.add("hinted_requests")
             now_s = self.clock.now_s()
-            self.index.hints.used(ids, prompt.namespace.ordinal, prompt.hints, now_s, prompt.time_s)
+            self.index.hints.used(ids, prompt.root_key, prompt.hints, now_s, prompt.time_s)
 
     def _pinned(self, session_id: int, tenant: str, ids: At, ttl_s: float) -> Pin:
         """A pin of these blocks; id 0 if there are none. Raises BadInputError beyond the quota."""

@@ -49,7 +49,7 @@ class Reading(Hybrids):
         if prompt.namespace.parts:
             return self.begin_hybrid_load(prompt, first_block, max_blocks)
         reach = self._reach(prompt, first_block, max_blocks)
-        read_ids = reach.wanted[~self._are_there(reach.wanted, reads_hbm=reads_hbm)]
+        read_ids = reach.wanted[~self._are_there(reach.wanted, reads_hbm=reads_hbm and self._hbm_serves)]
         if not len(read_ids):
             return None
         opened = prompt.namespace
@@ -86,6 +86,7 @@ class Reading(Hybrids):
         if prompt.namespace.parts:
             return self.hybrid_lease(session_id, prompt, first_block, max_blocks, ttl_s, load)
         ttl_s = self.limits.ttl_s(ttl_s)
+        reads_hbm = reads_hbm and self._hbm_serves
         reach = self._reach(prompt, first_block, max_blocks)
         self.counters.add("matches")
         wanted, n_blocks, partial_tokens = reach.wanted, reach.n_blocks, reach.partial_tokens
@@ -178,6 +179,10 @@ class Reading(Hybrids):
         if self.leases.drop_holder(lease, session_id):
             self.index.unpin(lease.ids)
         return True
+
+    @property
+    def _hbm_serves(self) -> bool:
+        return self.hbm is not None and self.hbm.serves
 
     def _are_there(self, ids: At, *, reads_hbm: bool) -> NDArray[np.bool_]:
         """Which of these blocks need not be read from NVMe for a reader."""

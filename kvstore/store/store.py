@@ -19,12 +19,11 @@ from kvstore.prefix_index.hiding import Hidden
 from kvstore.store.clearing import LastClear
 from kvstore.store.facts import store_stats
 from kvstore.store.integrity import check_agreement, check_held
-from kvstore.store.namespaces import OpenNamespace
 from kvstore.store.overlap import Overlaps
 from kvstore.store.requests import Prompt
 from kvstore.store.writing import Writing
 from kvstore.tiers.dram import Region
-from kvstore.tiers.hbm import HbmRegion
+from kvstore.tiers.device_memory import HbmRegion
 
 EXPIRE_BATCH = 256
 
@@ -136,16 +135,21 @@ class Store(Overlaps, Writing):
 
     @property
     def has_work(self) -> bool:
-        """Whether jobs wait, or ``pump`` would make some. Cheap."""
+        """Whether jobs wait, or ``pump`` would make some or do something itself. Cheap."""
         offloads = self.hierarchy is not None and self.hierarchy.offloader.has_work
-        return bool(self.jobs) or offloads or (self.hbm is not None and self.hbm.promoter.has_work)
+        promotions = self.hbm is not None and self.hbm.promoter.has_work
+        return bool(self.jobs) or offloads or promotions or self.requests.has_work
 
     def pump(self) -> None:
-        """Make jobs of what requests have queued: it need not keep them waiting for their answer."""
+        """Make jobs of what requests have queued, which need not keep them waiting for their answer.
+
+        A slice of what is left of recording them is done here: call it again soon while ``requests.has_work``.
+        """
         if self.hierarchy is not None and self.hierarchy.offloader.has_work:
             self.hierarchy.offloader.pump()
         if self.hbm is not None and self.hbm.promoter.has_work:
             self.hbm.promoter.pump()
+        self.requests.work()
 
     def tick(self) -> None:
         """Deadlines of disk reads and writes, retries, upkeep; call it often (every 50 ms)."""
@@ -165,9 +169,12 @@ class Store(Overlaps, Writing):
             self.index.demote(overdue)
             self.counters.add("overdue_blocks", len(overdue))
 
-    def end_session(self, namespace: OpenNamespace, session_id: str) -> int:
-        """No request of this session follows: what only it has used goes first from now on; says how much that is."""
-        ids = self.index.hints.end_session(namespace.ordinal, session_id)
+    def end_session(self, root_key: bytes, session_id: str) -> int:
+        """No request of this session follows below this root: what only it has used goes first from now on.
+
+        Says how many blocks that are.
+        """
+        ids = self.index.hints.end_session(root_key, session_id)
         self.index.demote(ids)
         self.counters.add("ended_sessions")
         return len(ids)

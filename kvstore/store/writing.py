@@ -236,8 +236,8 @@ class Writing(Hybrids):
         is_new = np.zeros(len(path), np.bool_)
         if inserted is not None and len(inserted.ids):
             is_new[len(path) - len(inserted.ids) :] = inserted.is_new
-        now_s, namespace = self.clock.now_s(), self.namespaces.by_ordinal(reservation.namespace)
-        hints.stored(path, is_new, namespace.ordinal, reservation.use.hints, now_s, reservation.use.now_s)
+        use = reservation.use
+        hints.stored(path, is_new, reservation.root_key, use.hints, self.clock.now_s(), use.now_s)
         if not reservation.part and (inserted is None or not reservation.n_present):  # once a request
             self.counters.add("hinted_requests", reservation.use.hints is not None)
 

@@ -153,17 +153,24 @@ class _Reader:
         none = np.empty(0, np.int64)
         inode = os.fstat(entry.fd).st_ino if entry.fd >= 0 else int(facts.get("inode", 0))
         memory = FormerRegion(region_id, -1, size_bytes, 0, "", None, mappers, none, Labels.join([]), inode)
-        if entry.fd < 0 or not _is_sealed(entry.fd, size_bytes):
-            return memory  # retired, or never seen by anyone but its writer: no block was found there
+        if entry.fd < 0:
+            return memory  # retired: no block was found there
         slot_bytes, writer, base = int(facts["slot_bytes"]), int(facts["writer"]), int(facts["base"])
         indexes = directory.labelled(base, size_bytes // slot_bytes)
+        if not _is_sealed(entry.fd, size_bytes, has_blocks=len(indexes) > 0):
+            return memory  # never seen by anyone but its writer
         return FormerRegion(
             region_id, entry.fd, size_bytes, slot_bytes, str(facts["tenant"]), writer if writer in mappers else None,
             mappers, indexes, directory.labels(base + indexes), inode,
         )  # fmt: skip
 
 
-def _is_sealed(fd: int, size_bytes: int) -> bool:
+def _is_sealed(fd: int, size_bytes: int, *, has_blocks: bool) -> bool:
+    """Whether nobody can map it writable from now on. What has blocks and was left unsealed is sealed here."""
     with contextlib.suppress(OSError):
-        return memfd.is_read_only(fd) and os.fstat(fd).st_size == size_bytes
+        if os.fstat(fd).st_size != size_bytes:
+            return False
+        if has_blocks and not memfd.is_read_only(fd):
+            memfd.seal_read_only(fd)
+        return memfd.is_read_only(fd)
     return False

@@ -170,7 +170,7 @@ def encode(method: int, flags: int, request_id: int, message: Message) -> bytes:
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise BadInputError(
             f"a {Method(method).name} message has {len(payload)} bytes; the most is {MAX_PAYLOAD_BYTES}: "
-            "send fewer tokens or blocks in one call"
+            "send, or ask for, fewer tokens or blocks in one call"
         )
     return HEADER.pack(len(payload), method, flags, request_id) + payload
 

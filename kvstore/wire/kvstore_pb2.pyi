@@ -558,12 +558,16 @@ class PersistReply(_message.Message):
     def __init__(self, n_blocks: _Optional[int] = ..., n_durable: _Optional[int] = ..., n_pending: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class EndSessionRequest(_message.Message):
-    __slots__ = ("namespace", "session_id")
+    __slots__ = ("namespace", "session_id", "salt", "lora")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    LORA_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     session_id: str
-    def __init__(self, namespace: _Optional[bytes] = ..., session_id: _Optional[str] = ...) -> None: ...
+    salt: str
+    lora: str
+    def __init__(self, namespace: _Optional[bytes] = ..., session_id: _Optional[str] = ..., salt: _Optional[str] = ..., lora: _Optional[str] = ...) -> None: ...
 
 class EndSessionReply(_message.Message):
     __slots__ = ("n_blocks",)

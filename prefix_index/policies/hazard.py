@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from kvstore.prefix_index.policies.hazard_features import (
 )
 from kvstore.prefix_index.policies.hazard_refit import Learner, RefitHere
 from kvstore.prefix_index.policies.hazard_requests import Entering, Opened, Recent, priority
+from kvstore.prefix_index.policies.hazard_worth import place
 from kvstore.prefix_index.policy import EvictionPolicy, Newcomers, Use
 
 _FIRST_FIT, _FIT_SHARE, _FIT_MOST = 64, 10, 512
@@ -58,7 +60,8 @@ class HazardPolicy(EvictionPolicy):
         self._learnt = False
         self._run_of: NDArray[np.int32] = np.zeros(0, np.int32)
         self._depth: NDArray[np.int32] = np.zeros(0, np.int32)
-        self._is_demoted: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._demoted: Floats = np.zeros(0)
+        """Ranks below all others of blocks that are to go first, 0 of others."""
         self._any_demoted = False
         self._open: Recent[int, Opened] = Recent(_OPEN_REQUESTS)
         self._entering: Recent[bytes, Entering] = Recent(_OPEN_REQUESTS)
@@ -77,8 +80,8 @@ class HazardPolicy(EvictionPolicy):
         self._begin(use)
         if self._yardstick.room_blocks < math.inf:
             self._yardstick.fit(max(self.table.n_blocks, self._yardstick.room_blocks * _ROOM_KEPT))
-        ids = self._in_runs(ids)
-        spans = self._spans(ids)
+        ids, runs = self._in_runs(ids.astype(np.intp, copy=False))
+        spans = self._spans(ids, runs)
         facts = self._books.facts(use, spans[-1][0], len(ids))
         unbroken, n_lru = self._books.under_lru(spans, unbroken=True)
         self._yardstick.count(len(ids), len(ids), n_lru)
@@ -94,6 +97,7 @@ class HazardPolicy(EvictionPolicy):
     def inserted(self, ids: At, use: Use) -> None:
         if not len(ids):
             return
+        ids = ids.astype(np.intp, copy=False)
         self._books.see(use)
         self._learn()
         self._fit_columns()
@@ -125,14 +129,17 @@ class HazardPolicy(EvictionPolicy):
         if use.output_tokens <= 0 or not len(ids):
             return
         cells = self._runs.cells
-        for run, _, _ in self._spans(ids):
+        ids = ids.astype(np.intp, copy=False)
+        for run, _, _ in self._spans(ids, self._run_of[ids]):
             if not has_output(cells.features[run]):
                 self._books.set_features(run, with_output(cells.features[run], cells.turn[run], use.output_tokens))
 
     def demoted(self, ids: At) -> None:
         self._fit_columns()
-        self._is_demoted[ids] = self._any_demoted = True
-        self.set_ranks(ids, np.arange(self._lowest, self._lowest - len(ids), -1))
+        self._any_demoted = True
+        ranks = np.arange(self._lowest, self._lowest - len(ids), -1)
+        self._demoted[ids] = ranks
+        self.set_ranks(ids, ranks)
         self._lowest -= len(ids)
 
     # Who is to come ------------------------------------------------------------------------------
@@ -155,7 +162,8 @@ class HazardPolicy(EvictionPolicy):
         ranks = []
         for piece in pieces:
             young, old = self._books.sums(piece.features, 0, N_FEATURES)
-            ranks.append(self._books.rank_of_new(piece.stratum, young, old, number, said))
+            cell, young, _ = place(piece.stratum, young, old)
+            ranks.append(self._books.rank_of_new(cell, young, number, said))
         counts = [piece.n for piece in pieces]
         of_block: Floats = np.repeat(ranks, counts)
         if use.attention_doubling_tokens and not self._books.follows_lru and not self.table.nvme:
@@ -187,6 +195,7 @@ class HazardPolicy(EvictionPolicy):
     def evicted(self, ids: At) -> None:
         if not len(ids):
             return
+        ids = ids.astype(np.intp, copy=False)
         self._see_room(self.table.n_blocks - len(ids))
         forgotten = self._ghosts.fit(_GHOST_SHARE * (self.table.n_blocks - len(ids)))
         if len(forgotten):
@@ -194,11 +203,15 @@ class HazardPolicy(EvictionPolicy):
         self._books.forget(self._ghosts.add(self.table.key[ids], self._run_of[ids].astype(np.int64)))
 
     def rank(self, ids: At, tier: int) -> Floats:
-        ranks = self._with_costs(ids, self._books.ranks_of_blocks(self._run_of[ids].astype(np.int64)), tier)
-        if self._any_demoted:
-            ranks = ranks.copy()
-            demoted = self._is_demoted[ids]
-            ranks[demoted] = self.table.ranks(tier)[ids[demoted]]
+        by_run = self._books.ranks_of_blocks(self._run_of[ids].astype(np.int64))
+        return self._ranked(ids, by_run, costs_count=self._costs_count(tier))
+
+    def frozen(self, tier: int) -> Callable[[At], Floats]:
+        by_run, costs_count = self._books.ranks_of_all(), self._costs_count(tier)
+
+        def ranks(ids: At) -> Floats:
+            return self._ranked(ids, by_run[self._run_of[ids]], costs_count=costs_count)
+
         return ranks
 
     def close(self) -> None:
@@ -225,26 +238,23 @@ class HazardPolicy(EvictionPolicy):
 
     def _undemote(self, ids: At) -> None:
         if self._any_demoted:
-            self._is_demoted[ids] = False
+            self._demoted[ids] = 0
 
-    def _in_runs(self, ids: At) -> At:
-        """The same blocks with those of a run together, if several paths are mixed."""
+    def _in_runs(self, ids: At) -> tuple[At, NDArray[np.int32]]:
+        """The same blocks with those of a run together, if several paths are mixed, and their runs."""
         self._undemote(ids)
         runs = self._run_of[ids]
-        if np.count_nonzero(runs[1:] != runs[:-1]) < _RUNS_AS_THEY_COME:
-            return ids
+        if len(ids) <= _RUNS_AS_THEY_COME or np.count_nonzero(runs[1:] != runs[:-1]) < _RUNS_AS_THEY_COME:
+            return ids, runs
         _, first, which = np.unique(runs, return_index=True, return_inverse=True)
-        return ids[np.argsort(first[which.reshape(-1)], kind="stable")]
+        order = np.argsort(first[which.reshape(-1)], kind="stable")
+        return ids[order], runs[order]
 
-    def _spans(self, ids: At) -> list[Span]:
-        runs = self._run_of[ids]
-        starts = [0, *(np.flatnonzero(runs[1:] != runs[:-1]) + 1).tolist()]
+    def _spans(self, ids: At, runs: NDArray[np.int32]) -> list[Span]:
+        starts = [0, *((runs[1:] != runs[:-1]).nonzero()[0] + 1).tolist()]
         ends = [*starts[1:], len(ids)]
-        depths = self._depth[ids[starts]].tolist()
-        return [
-            (run, end - start, depth)
-            for run, start, end, depth in zip(runs[starts].tolist(), starts, ends, depths, strict=True)
-        ]
+        run_at, id_at, depth_at = runs.item, ids.item, self._depth.item
+        return [(run_at(start), end - start, depth_at(id_at(start))) for start, end in zip(starts, ends, strict=True)]
 
     def _depth_below(self, above: int) -> int:
         return 0 if above == NO_PARENT else int(self._depth[above]) + 1
@@ -333,14 +343,19 @@ class HazardPolicy(EvictionPolicy):
     def _rank_in_tiers(self, ids: At, ranks: float | Floats) -> None:
         """Put ranks by runs in force."""
         for tier in self.tiers:
-            self.table.ranks(tier)[ids] = self._with_costs(ids, ranks, tier)
+            self.table.ranks(tier)[ids] = ranks + self._costs.of(ids) if self._costs_count(tier) else ranks
 
-    def _with_costs(self, ids: At, ranks: float | Floats, tier: int) -> Floats:
-        """Ranks of blocks by their runs, and by what computing the blocks again costs if the tier is the last one: what
-        leaves another comes back by a load, which costs the same at any place. LRU asks for no cost."""
-        if self._books.follows_lru or not self._costs.are_known or tier != (NVME if self.table.nvme else DRAM):
-            return np.broadcast_to(ranks, len(ids))
-        return ranks + self._costs.of(ids)
+    def _ranked(self, ids: At, by_run: Floats, *, costs_count: bool) -> Floats:
+        ranks = by_run + self._costs.of(ids) if costs_count else by_run
+        if self._any_demoted:
+            demoted = self._demoted[ids]
+            return np.where(demoted < 0, demoted, ranks)
+        return ranks
+
+    def _costs_count(self, tier: int) -> bool:
+        """Whether ranks are also by what computing blocks again costs: if the tier is the last one, as what leaves
+        another comes back by a load, which costs the same at any place. LRU asks for no cost."""
+        return self._costs.are_known and not self._books.follows_lru and tier == (NVME if self.table.nvme else DRAM)
 
     def _learn(self) -> None:
         """Take a new model if one is ready, have one made if it is due, and follow whoever does better.
@@ -364,7 +379,7 @@ class HazardPolicy(EvictionPolicy):
         """Columns by block id as long as the table."""
         n = self.table.capacity_blocks
         if len(self._run_of) < n:
-            for name in ("_run_of", "_depth", "_is_demoted"):
+            for name in ("_run_of", "_depth", "_demoted"):
                 column = getattr(self, name)
                 longer = np.zeros(n, column.dtype)
                 longer[: len(column)] = column

@@ -20,8 +20,14 @@ MIDDLES_S: Floats = np.sqrt(np.maximum(EDGES_S[:-1], _FIRST_S / 2) * EDGES_S[1:]
 
 def age_buckets(ages_s: Floats) -> Ints:
     """The bucket of each age, int64 of the same shape; negative ages count as 0."""
-    octaves = np.log2(np.maximum(ages_s, _FIRST_S / 2) / _FIRST_S)
-    buckets: Ints = np.clip(np.floor(_PER_OCTAVE * octaves).astype(np.int64) + 1, 0, N_AGES - 1)
+    steps = np.maximum(ages_s, _FIRST_S / 2)
+    steps /= _FIRST_S
+    np.log2(steps, out=steps)
+    steps *= _PER_OCTAVE
+    np.floor(steps, out=steps)
+    steps += 1
+    np.maximum(steps, 0, out=steps)
+    buckets: Ints = np.minimum(steps, N_AGES - 1, out=steps).astype(np.int64)
     return buckets
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +24,7 @@ from kvstore.prefix_index.policies.hazard_ghosts import GhostRuns
 from kvstore.prefix_index.policies.hazard_refit import Learnt
 from kvstore.prefix_index.policies.hazard_requests import Kinds, Opened, hinted_turn, priority, reuse_value
 from kvstore.prefix_index.policies.hazard_runs import TIE, Runs
-from kvstore.prefix_index.policies.hazard_worth import first_model_and_worth
+from kvstore.prefix_index.policies.hazard_worth import first_model_and_worth, place
 from kvstore.prefix_index.policies.hazard_yardstick import LruYardstick
 from kvstore.prefix_index.policy import Use
 
@@ -119,8 +120,8 @@ class Books:
 
     def forget(self, runs: Ints) -> None:
         if len(runs):
-            which, counts = np.unique(runs, return_counts=True)
-            self.leave([(run, n, 0) for run, n in zip(which.tolist(), counts.tolist(), strict=True)], hit=False)
+            counts = Counter(runs.tolist())
+            self.leave([(run, counts[run], 0) for run in sorted(counts)], hit=False)
 
     def pieces(self, spans: list[Span], facts: RequestFacts, *, is_short: bool = False) -> list[Piece]:
         """What these blocks are from now on; neighbours that have been used equally often are one. ``is_short``: the
@@ -160,7 +161,8 @@ class Books:
             cells.strata[run], cells.features[run] = piece.stratum, piece.features
             cells.counts[run], cells.unbroken[run], cells.priority[run] = counts, unbroken, said
             young, old = self.sums(piece.features, N_OF_REQUEST, N_FEATURES)
-            cells.young[run], cells.old[run] = young_of_request + young, old_of_request + old
+            sums = young_of_request + young, old_of_request + old
+            cells.cell[run], cells.young[run], cells.old[run] = place(piece.stratum, *sums)
             self.yardstick.used(number, piece.n)
         return mine
 
@@ -179,12 +181,14 @@ class Books:
     def set_features(self, run: int, packed: int) -> None:
         cells = self.runs.cells
         cells.features[run] = packed
-        cells.young[run], cells.old[run] = self.sums(packed, 0, N_FEATURES)
+        sums = self.sums(packed, 0, N_FEATURES)
+        cells.cell[run], cells.young[run], cells.old[run] = place(cells.strata[run], *sums)
 
-    def rank_of_new(self, stratum: int, young: float, old: float, number: int, said: float) -> float:
+    def rank_of_new(self, cell: int, young: float, number: int, said: float) -> float:
+        """Of a run at this ``place`` that is just being used."""
         if self.follows_lru:
             return number + said * self._lru_step()
-        return self.worth.look_up_new(stratum, young, old) + said * _WORTH_OF_PRIORITY + number * TIE
+        return self.worth.look_up_new(cell, young) + said * _WORTH_OF_PRIORITY + number * TIE
 
     def _lru_step(self) -> float:
         """Under LRU a priority of 100 counts as a use one turnover of the cache later."""
@@ -192,26 +196,35 @@ class Books:
 
     def ranks_of_blocks(self, runs: Ints) -> Floats:
         """Ranks of blocks by their runs."""
-        columns = self.runs
         if self.follows_lru:
-            ranks: Floats = columns.request[runs] + columns.priority[runs] * self._lru_step()
-            return ranks
+            return self._ranks(runs)
         # Each run once; a mark per run costs less than sorting.
         marks = np.zeros(int(runs.max(initial=-1)) + 1, np.bool_)
         marks[runs] = True
         which = np.flatnonzero(marks)
         of_run = np.empty(len(marks))
-        of_run[which] = columns.worth(which, self.worth, self.now_s) + columns.priority[which] * _WORTH_OF_PRIORITY
+        of_run[which] = self._ranks(which)
         return of_run[runs]
+
+    def ranks_of_all(self) -> Floats:
+        """Ranks by run; those of free ones mean nothing."""
+        return self._ranks(slice(self.runs.n_known))
+
+    def _ranks(self, at: Ints | slice) -> Floats:
+        columns = self.runs
+        said = columns.priority[at]
+        if self.follows_lru:
+            ranks: Floats = columns.request[at] + said * self._lru_step()
+            return ranks
+        ranks = columns.worth(at, self.worth, self.now_s)
+        ranks += said * _WORTH_OF_PRIORITY
+        return ranks
 
     def ranks_of_used(self, runs: list[int]) -> list[float]:
         """Ranks of runs that have just been used."""
         cells = self.runs.cells
         return [
-            self.rank_of_new(
-                cells.strata[run], cells.young[run], cells.old[run], cells.request[run], cells.priority[run]
-            )
-            for run in runs
+            self.rank_of_new(cells.cell[run], cells.young[run], cells.request[run], cells.priority[run]) for run in runs
         ]
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvstore.prefix_index.policies.hazard_ages import Floats, Ints, age_buckets
 from kvstore.prefix_index.policies.hazard_features import Packed
 from kvstore.prefix_index.policies.hazard_model import Episodes, Model
-from kvstore.prefix_index.policies.hazard_worth import WorthTable
+from kvstore.prefix_index.policies.hazard_worth import WorthTable, places
 
 _FIRST_ROOM = 4096
 TIE = 2.0**-40
@@ -32,8 +32,9 @@ class Runs:
     counts    bool     whether what becomes of it may be learnt from
     unbroken  bool     whether all before and in it would have been found under LRU
     priority  float64  that was said, 0 where none was
-    young     float64  sum of betas up to the present model's split
-    old       float64  sum of betas beyond
+    cell      int64    its ``place`` among worths by the present model's betas,
+    young     float64  the rest of their sum up to the model's split,
+    old       float64  and of that beyond
 
     ``cells`` has the same fields as memoryviews, by which one run's are read and written ten times faster.
     """
@@ -41,7 +42,8 @@ class Runs:
     _FIELDS = (
         ("request", np.int64), ("used_s", np.float64), ("first_s", np.float64), ("blocks", np.int64),
         ("uses", np.int64), ("turn", np.int64), ("strata", np.uint8), ("features", np.uint64), ("counts", np.bool_),
-        ("unbroken", np.bool_), ("priority", np.float64), ("young", np.float64), ("old", np.float64),
+        ("unbroken", np.bool_), ("priority", np.float64), ("cell", np.int64), ("young", np.float64),
+        ("old", np.float64),
     )  # fmt: skip
 
     request: Ints
@@ -55,6 +57,7 @@ class Runs:
     counts: NDArray[np.bool_]
     unbroken: NDArray[np.bool_]
     priority: Floats
+    cell: Ints
     young: Floats
     old: Floats
 
@@ -64,6 +67,11 @@ class Runs:
         self.cells = SimpleNamespace()
         for name, dtype in self._FIELDS:
             self._set(name, np.zeros(0, dtype))
+
+    @property
+    def n_known(self) -> int:
+        """Runs are below this number, free ones among them."""
+        return self._n
 
     @property
     def n(self) -> int:
@@ -97,16 +105,18 @@ class Runs:
         """All runs that are not free."""
         return np.flatnonzero(self.blocks[: self._n])
 
-    def worth(self, at: Ints, table: WorthTable, now_s: float) -> Floats:
+    def worth(self, at: Ints | slice, table: WorthTable, now_s: float) -> Floats:
         """Ranks of these runs; of equal worth the one used longer ago is below."""
         buckets = age_buckets(now_s - self.used_s[at])
-        logs = table.look_up(self.strata[at], self.young[at], self.old[at], buckets)
-        ranks: Floats = logs + self.request[at] * TIE
+        ranks = table.look_up(self.cell[at], self.young[at], self.old[at], buckets)
+        ranks += self.request[at] * TIE
         return ranks
 
     def set_model(self, model: Model) -> None:
         """A new model's betas are in force."""
-        self.young[: self._n], self.old[: self._n] = model.thetas(self.features[: self._n])
+        known = slice(self._n)
+        sums = model.thetas(self.features[known])
+        self.cell[known], self.young[known], self.old[known] = places(self.strata[known], *sums)
 
     def until_now(self, now_s: float, most: int) -> Episodes:
         """All runs as they stand: not used up to their age. Of more than ``most`` every second, third, ..., which then

@@ -19,6 +19,24 @@ TABLE_SHAPE = (N_STRATA, N_THETAS, N_THETAS, N_AGES)
 _LEAST = 1e-300
 
 
+def place(stratum: int, young: float, old: float) -> tuple[int, float, float]:
+    """Where in a table's ``logs``, flat, the run of age 0 stands whose sums of betas are ``young`` up to the split and
+    ``old`` beyond; and what they have beyond the table's steps, or its last one, which counts as a factor."""
+    young_step = min(max(round(young / _STEP), -_HALF), _HALF)
+    old_step = min(max(round(old / _STEP), -_HALF), _HALF)
+    cell = ((stratum * N_THETAS + young_step + _HALF) * N_THETAS + old_step + _HALF) * N_AGES
+    return cell, young - young_step * _STEP, old - old_step * _STEP
+
+
+def places(strata: NDArray[np.uint8], young: Floats, old: Floats) -> tuple[Ints, Floats, Floats]:
+    """``place`` of n runs."""
+    young_steps = np.clip(np.rint(young / _STEP), -_HALF, _HALF)
+    old_steps = np.clip(np.rint(old / _STEP), -_HALF, _HALF)
+    thetas = (young_steps + _HALF) * N_THETAS + old_steps + _HALF
+    cells: Ints = (strata.astype(np.int64) * N_THETAS**2 + thetas.astype(np.int64)) * N_AGES
+    return cells, young - young_steps * _STEP, old - old_steps * _STEP
+
+
 @dataclass(frozen=True, slots=True)
 class WorthTable:
     """Logarithms of worth, float32 ``TABLE_SHAPE``: by stratum, both thetas in steps, and bucket of age."""
@@ -26,21 +44,14 @@ class WorthTable:
     logs: NDArray[np.float32]
     split: int
 
-    def look_up(self, strata: NDArray[np.uint8], young: Floats, old: Floats, buckets: Ints) -> Floats:
-        """Logarithm of the worth of n runs of blocks, whose sums of betas are ``young`` up to the split and ``old``
-        beyond. What lies between steps, or beyond the last, counts as a factor."""
-        young_steps = np.clip(np.rint(young / _STEP), -_HALF, _HALF)
-        old_steps = np.clip(np.rint(old / _STEP), -_HALF, _HALF)
-        rest: Floats = np.where(buckets <= self.split, young - young_steps * _STEP, old - old_steps * _STEP)
-        at = young_steps.astype(np.int64) + _HALF, old_steps.astype(np.int64) + _HALF
-        logs: Floats = self.logs[strata, at[0], at[1], buckets] + rest
+    def look_up(self, cells: Ints, young: Floats, old: Floats, buckets: Ints) -> Floats:
+        """Logarithms of the worth of n runs at their ``places``, in these buckets of age."""
+        logs: Floats = self.logs.reshape(-1)[cells + buckets] + np.where(buckets <= self.split, young, old)
         return logs
 
-    def look_up_new(self, stratum: int, young: float, old: float) -> float:
+    def look_up_new(self, cell: int, young: float) -> float:
         """The same for one run of age 0."""
-        young_step = min(max(round(young / _STEP), -_HALF), _HALF)
-        old_step = min(max(round(old / _STEP), -_HALF), _HALF)
-        return self.logs.item(stratum, young_step + _HALF, old_step + _HALF, 0) + young - young_step * _STEP
+        return self.logs.item(cell) + young
 
 
 @cache

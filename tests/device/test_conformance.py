@@ -425,3 +425,21 @@ def test_another_device_of_the_same_process_opens_a_handle_too(device: Device) -
 def test_other_bytes_are_no_handle(device: Device, handle: bytes) -> None:
     with pytest.raises(BadInputError):
         device.ipc_open(handle)
+
+
+def test_two_devices_of_a_process_use_the_same_host_memory(device: Device, rng: np.random.Generator) -> None:
+    other = open_device(device.facts.kind)
+    data = rng.integers(0, 256, PAGE, np.uint8)
+    with PinnedBuffer(device, PAGE) as buffer:
+        buffer.array[:] = data
+        assert other.host_register(buffer.address, PAGE)
+        there, stream = other.malloc(PAGE), other.stream()
+        other.copy(there, buffer.address, PAGE, stream)
+        other.sync_stream(stream)
+        assert np.array_equal(read_back(other, there, PAGE), data)
+        other.host_unregister(buffer.address)
+        here, stream = device.malloc(PAGE), device.stream()
+        device.copy(here, buffer.address, PAGE, stream)
+        device.sync_stream(stream)
+        assert np.array_equal(read_back(device, here, PAGE), data)
+    other.close()

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.device import cuda, cuda_calls, cuda_kernels, open_device
+from kvstore.device import cuda, cuda_calls, cuda_kernels, cuda_streams, open_device
 from kvstore.device.cuda import CudaDevice
 from kvstore.device.cuda_calls import bindings
 from kvstore.device.cuda_kernels import compile_kernels
@@ -119,19 +119,33 @@ def test_what_does_not_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         compile_kernels((9, 0))
 
 
+EXCHANGE = "cudaThreadExchangeStreamCaptureMode"
+UNIVERSAL = (
+    EXCHANGE,
+    *("cudaGetDeviceCount", "cudaSetDevice", "cudaGetDeviceProperties", "cudaDeviceGetAttribute"),
+    "cudaDriverGetVersion",
+)
+"""Calls that need no context, and that no capture of a graph minds."""
+WAIT = ("cudaEventCreateWithFlags", "cudaEventRecord", "cudaEventSynchronize", "cudaEventDestroy")
+"""For one stream, without touching others."""
+
+
 class Driver:
     """Answers in the place of a driver. ``calls`` are the names and arguments of the calls that were made."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.context = threading.local()
+        """Of each thread: ``now``, the context, and ``mode``, that of its calls while others capture graphs."""
         self.next = 1 << 30
         self.version = 13_000
+        self.attributes: dict[str, int] = {}
         properties = runtime.cudaDeviceProp()
         self.answers: dict[str, Callable[..., Any]] = {
             "cudaGetDeviceCount": lambda: 2,
             "cudaGetDeviceProperties": lambda _: properties,
-            "cudaDeviceGetAttribute": lambda *_: 0,
+            "cudaDeviceGetAttribute": lambda attribute, _: self.attributes.get(attribute.name, 0),
+            "cudaThreadExchangeStreamCaptureMode": self.exchange_mode,
             "cudaDriverGetVersion": lambda: self.version,
             "cudaSetDevice": lambda _: self.set(7),
             "cuCtxGetCurrent": lambda: driver.CUcontext(getattr(self.context, "now", 0)),
@@ -153,6 +167,13 @@ class Driver:
     def set(self, context: int) -> None:
         self.context.now = context
 
+    def mode(self) -> Any:
+        return getattr(self.context, "mode", runtime.cudaStreamCaptureMode.cudaStreamCaptureModeGlobal)
+
+    def exchange_mode(self, mode: Any) -> Any:
+        previous, self.context.mode = self.mode(), mode
+        return previous
+
     def do(self, function: Callable[..., Any], *arguments: Any) -> Any:
         name = function.__name__
         if name.startswith("nvrtc"):
@@ -161,14 +182,15 @@ class Driver:
             status = function(*arguments)[0]
             assert status.name in ("cudaErrorInsufficientDriver", "cudaSuccess")
         self.calls.append((name, arguments))
-        if not name.startswith("cuCtx") and name not in ("cudaGetDeviceCount", "cudaSetDevice"):
+        if not name.startswith("cuCtx") and name not in UNIVERSAL:
+            assert self.mode() == runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed, name
             assert getattr(self.context, "now", 0) == 7, f"{name} without the context"
         answer = self.answers.get(name)
         return answer(*arguments) if answer is not None else None
 
     def names(self) -> list[str]:
-        """Of the calls since the last question, besides those about contexts."""
-        names = [name for name, _ in self.calls if not name.startswith("cuCtx")]
+        """Of the calls since the last question, besides those about contexts and modes of threads."""
+        names = [name for name, _ in self.calls if not name.startswith("cuCtx") and name != EXCHANGE]
         self.calls.clear()
         return names
 
@@ -180,6 +202,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
     monkeypatch.setattr(cuda, "do", made.do)
     monkeypatch.setattr(cuda_kernels, "do", made.do)
+    monkeypatch.setattr(cuda_streams, "do", made.do)
     return made
 
 
@@ -204,12 +227,13 @@ def test_every_call_has_arguments_that_the_bindings_take(stand_in: Driver) -> No
     device.ipc_close(opened)
     device.free(address)
     assert stand_in.names() == [
-        *("cudaGetDeviceCount", "cudaSetDevice", "cudaFree", "cudaGetDeviceProperties", "cudaDeviceGetAttribute"),
-        *("cudaDriverGetVersion", "cudaMalloc", "cudaIpcGetMemHandle", "cudaIpcOpenMemHandle", "cudaHostRegister"),
+        *("cudaGetDeviceCount", "cudaSetDevice", "cudaFree", "cudaGetDeviceProperties"),
+        *(*["cudaDeviceGetAttribute"] * 2, "cudaDriverGetVersion", "cudaDeviceGetAttribute"),
+        *("cudaMalloc", "cudaIpcGetMemHandle", "cudaIpcOpenMemHandle", "cudaHostRegister"),
         *("cudaHostGetDevicePointer", "cudaStreamCreateWithFlags", "cudaEventCreateWithFlags", "cudaMemcpyAsync"),
         *("cudaMemsetAsync", "cudaEventRecord", "cudaStreamWaitEvent", "cudaEventSynchronize", "cudaStreamSynchronize"),
-        *("cudaDeviceSynchronize", "cudaHostUnregister", "cudaEventDestroy", "cudaStreamDestroy"),
-        *("cudaDeviceSynchronize", "cudaIpcCloseMemHandle", "cudaDeviceSynchronize", "cudaFree"),
+        *(*WAIT, "cudaHostUnregister", "cudaEventDestroy", *WAIT[:2], "cudaStreamDestroy"),
+        *(*WAIT[2:], "cudaIpcCloseMemHandle", "cudaFree"),
     ]
     with pytest.raises(DeviceError):
         device.query(event)
@@ -281,6 +305,88 @@ def test_every_thread_gets_the_context_and_keeps_its_own(stand_in: Driver) -> No
     assert stand_in.context.now == 0
 
 
+def test_graphs_that_others_capture_are_left_alone(stand_in: Driver) -> None:
+    device = CudaDevice()
+    relaxed = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+    modes = []
+
+    def allocate(_: int) -> int:
+        modes.append(stand_in.mode())
+        return stand_in.number()
+
+    stand_in.answers["cudaMalloc"] = allocate
+    for own in (runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal, relaxed):
+        stand_in.context.mode = own
+        device.malloc(8)
+        assert stand_in.mode() == own
+    assert modes == [relaxed] * 2
+
+    def refuse(_: int) -> None:
+        raise DeviceMemoryError("full")
+
+    stand_in.context.mode = own = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeGlobal
+    stand_in.answers["cudaMalloc"] = refuse
+    with pytest.raises(DeviceMemoryError):
+        device.malloc(8)
+    assert stand_in.mode() == own
+    device.close()
+    assert stand_in.mode() == own
+    assert "cudaDeviceSynchronize" not in stand_in.names(), "it waits for streams that are being captured, too"
+
+
+def test_waiting_is_for_all_own_streams_those_that_ended_too(stand_in: Driver) -> None:
+    device = CudaDevice()
+    address, ended = device.malloc(8), device.stream()
+    device.free_stream(ended)
+    kept = [device.stream() for _ in range(2)]
+    device.free(address)
+    recorded = {int(args[0]): int(args[1]) for name, args in stand_in.calls if name == "cudaEventRecord"}
+    waited = [int(args[0]) for name, args in stand_in.calls if name == "cudaEventSynchronize"]
+    assert sorted(recorded[event] for event in waited) == sorted([ended, *kept])
+    assert stand_in.calls[-3][0] == "cudaFree"
+    assert stand_in.names().count("cudaEventDestroy") == len(waited), "no event is kept"
+    with pytest.raises(BadInputError, match="free_stream"):
+        device.free_stream(ended)
+
+
+def test_the_default_stream_is_torchs_whatever_the_bindings_call_it(stand_in: Driver) -> None:
+    device = CudaDevice()
+    stand_in.names()
+    event, one = device.event(), np.array([1 << 30], np.uint64)
+    device.record(event, 0)
+    device.wait_event(0, event)
+    device.copy(1 << 30, 1 << 31, 8, 0)
+    device.copy_batch(one, one, np.array([8], np.uint64), 0)
+    device.fill(1 << 30, 0, 8, 0)
+    device.sync_stream(0)
+    device._kernels._functions["kv_copy_runs"] = driver.CUfunction(5)
+    parameters = KERNELS["kv_copy_runs"].parameters
+    device.launch("kv_copy_runs", (1, 1, 1), (32, 1, 1), [each.dtype.type(1) for each in parameters], 0)
+    at = {"cudaStreamWaitEvent": 0, "cudaStreamSynchronize": 0, "cuLaunchKernel": 8, "cudaEventRecord": 1}
+    at |= {"cudaMemcpyAsync": 4, "cudaMemsetAsync": 3}
+    given = [(name, args[at[name]]) for name, args in stand_in.calls if name in at]
+    assert len(given) == 7
+    assert all(stream == runtime.cudaStreamLegacy != 0 for _, stream in given), given
+
+
+@pytest.mark.parametrize(("has_flag", "shares_tables"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_sealed_memory_is_registered_as_the_device_asks(stand_in: Driver, has_flag: int, shares_tables: int) -> None:
+    stand_in.attributes = {
+        "cudaDevAttrHostRegisterReadOnlySupported": has_flag,
+        "cudaDevAttrPageableMemoryAccessUsesHostPageTables": shares_tables,
+    }
+    device = CudaDevice()
+    assert device.facts.can_register_read_only == bool(has_flag or shares_tables)
+    if not device.facts.can_register_read_only:
+        with pytest.raises(DeviceError, match="read-only"):
+            device.host_register(16 * PAGE, PAGE, read_only=True)
+        return
+    device.host_register(16 * PAGE, PAGE, read_only=True)
+    ((_, (_, _, flags)),) = [call for call in stand_in.calls if call[0] == "cudaHostRegister"]
+    assert bool(flags & runtime.cudaHostRegisterReadOnly) == (not shares_tables), "where it isn't known it is an error"
+    device.close()
+
+
 def test_all_is_given_back_after_all_work(stand_in: Driver) -> None:
     device = CudaDevice()
     for _ in range(2):
@@ -293,8 +399,8 @@ def test_all_is_given_back_after_all_work(stand_in: Driver) -> None:
     stand_in.names()
     device.close()
     names = stand_in.names()
-    assert names[0] == "cudaDeviceSynchronize"
-    assert sorted(names[1:]) == sorted(
+    assert names[: len(WAIT)] == list(WAIT)
+    assert sorted(names[len(WAIT) :]) == sorted(
         ["cudaStreamDestroy", "cudaEventDestroy", "cudaHostUnregister", *["cudaIpcCloseMemHandle", "cudaFree"] * 2]
     )
     assert stand_in.context.now == 0
@@ -311,7 +417,7 @@ def test_a_handle_of_this_process_is_not_given_to_the_driver(stand_in: Driver) -
     stand_in.names()
     assert other.ipc_open(handle) == address
     other.ipc_close(address)
-    assert stand_in.names() == ["cudaDeviceSynchronize"]
+    assert stand_in.names() == []
     with pytest.raises(BadInputError, match="no ipc_open gave"):
         other.ipc_close(address)
     one.free(address)
@@ -330,3 +436,52 @@ def test_shared_memory_is_whole_units(stand_in: Driver) -> None:
 def test_a_gpu_that_is_not_there_is_said(stand_in: Driver) -> None:
     with pytest.raises(DeviceError, match="no GPU number 2: CUDA shows 2"):
         CudaDevice(2)
+
+
+def test_a_range_is_registered_once_for_all_gpus(stand_in: Driver) -> None:
+    """CUDA refuses a second time; the other GPU asks for its own address."""
+    registered: set[int] = set()
+
+    def register(address: int, *_: Any) -> None:
+        if address in registered:
+            raise BadInputError("cudaErrorHostMemoryAlreadyRegistered")
+        registered.add(address)
+
+    stand_in.answers |= {"cudaHostRegister": register, "cudaHostUnregister": registered.remove}
+    one, other = CudaDevice(0), CudaDevice(1)
+    stand_in.names()
+    first, second = one.host_register(16 * PAGE, PAGE), other.host_register(16 * PAGE, PAGE)
+    assert stand_in.names() == ["cudaHostRegister", *["cudaHostGetDevicePointer"] * 2]
+    assert first != second
+    with pytest.raises(BadInputError, match="registered already"):
+        one.host_register(16 * PAGE, PAGE)
+    with pytest.raises(BadInputError, match="AlreadyRegistered"):
+        other.host_register(16 * PAGE, 2 * PAGE)
+    stand_in.names()
+    one.host_unregister(16 * PAGE)
+    assert stand_in.names() == []
+    with pytest.raises(BadInputError, match="no host_register gave"):
+        one.host_unregister(16 * PAGE)
+    other.close()
+    assert "cudaHostUnregister" in stand_in.names()
+    assert not registered
+    # A failure on the way leaves nothing taken.
+    stand_in.answers["cudaHostGetDevicePointer"] = lambda *_: 1 // 0
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            one.host_register(16 * PAGE, PAGE)
+        assert not registered
+
+
+def test_a_forked_child_is_told_so_and_gives_nothing_back(stand_in: Driver) -> None:
+    device = CudaDevice()
+    address = device.malloc(8)
+    device._pid += 1
+    stand_in.names()
+    for call in (lambda: device.malloc(8), lambda: device.free(address), lambda: device.query(1)):
+        with pytest.raises(DeviceError, match="can't be used in a forked child"):
+            call()
+    device.close()
+    assert not stand_in.names()
+    device._pid -= 1
+    device.free(address)

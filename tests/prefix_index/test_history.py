@@ -255,7 +255,7 @@ def test_what_nobody_wanted_and_what_had_run_out_is_told_apart() -> None:
         path = RowPath.from_tokens(np.array([tag] * 4, np.uint32), 4)
         ids = index.insert(ROOT, path, 0, np.array([tag]), 1, Use(100.0)).ids
         if hints is not None:
-            index.hints.stored(ids, np.ones(1, np.bool_), 0, hints, 100.0, 100.0)
+            index.hints.stored(ids, np.ones(1, np.bool_), b"root", hints, 100.0, 100.0)
         keys.append(path.keys(ROOT))
     clock.advance(10.0)
     assert len(index.hints.take_overdue(clock.now_s())) == 1

@@ -241,7 +241,7 @@ def test_blocks_whose_time_was_over_are_told_as_expired(rig: Rig) -> None:
     seq = start(rig)
     index = rig.store.index
     ids, now_s = index.match(short.root_key, short.path).ids, rig.clock.now_s()
-    index.hints.stored(ids, np.ones(2, np.bool_), short.namespace.ordinal, Hints(ttl_s=5.0), now_s, now_s)
+    index.hints.stored(ids, np.ones(2, np.bool_), short.root_key, Hints(ttl_s=5.0), now_s, now_s)
     rig.clock.advance(6.0)
     rig.store.tick()
     rig.dram.free(index.evict(4).slots)

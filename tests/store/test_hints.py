@@ -197,7 +197,7 @@ def test_parts_that_are_stored_keep_their_blocks_alive(make_rig: Any) -> None:
         rig.clock.advance(6.0)
         assert rig.store.match(brief).n_tokens == 0
     assert rig.count("hinted_requests") == 1
-    assert rig.store.end_session(brief.namespace, "s") == 2
+    assert rig.store.end_session(brief.root_key, "s") == 2
 
 
 def test_only_what_was_asked_for_is_stored_again(rig: Rig) -> None:
@@ -336,8 +336,8 @@ def test_what_only_an_ended_session_has_used_goes_first(rig: Rig) -> None:
     rig.put(ALICE, others)
     mine = hinted(rig, 6, 1, session_id="s")  # goes on from what others have stored
     rig.put(ALICE, mine)
-    assert rig.store.end_session(mine.namespace, "s") == 4
-    assert rig.store.end_session(mine.namespace, "s") == 0
+    assert rig.store.end_session(mine.root_key, "s") == 4
+    assert rig.store.end_session(mine.root_key, "s") == 0
     free(rig, 4)
     assert (rig.found(mine), rig.found(others)) == (2, 2)
 
@@ -350,15 +350,15 @@ def test_what_somebody_else_has_used_since_is_not_the_sessions_own(rig: Rig, how
     hints = {"another session": Hints(session_id="t"), "no session": Hints(turn=1), "no hints": None}[how]
     lease = rig.store.lease(BOB, rig.rows(4, tag=1)._replace(hints=hints), max_blocks=3)
     rig.store.release(BOB, lease.id)
-    assert rig.store.end_session(mine.namespace, "s") == 1
+    assert rig.store.end_session(mine.root_key, "s") == 1
 
 
 def test_a_session_is_one_namespaces(rig: Rig) -> None:
     other = rig.namespace(revision="2")
     rig.put(ALICE, hinted(rig, 2, 1, session_id="s"))
     rig.put(ALICE, rig.rows(3, tag=1, namespace=other)._replace(hints=Hints(session_id="s")))
-    assert rig.store.end_session(other, "s") == 3
-    assert rig.store.end_session(rig.namespace(), "s") == 2
+    assert rig.store.end_session(other.root_key("", ""), "s") == 3
+    assert rig.store.end_session(rig.namespace().root_key("", ""), "s") == 2
 
 
 def test_sessions_and_kinds_are_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +367,7 @@ def test_sessions_and_kinds_are_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatc
     prompts = [hinted(rig, 1, i, session_id=f"s{i}", request_type=f"t{i}") for i in range(1, 6)]
     for prompt in prompts:
         rig.put(ALICE, prompt)
-    assert [rig.store.end_session(rig.namespace(), f"s{i}") for i in range(1, 6)] == [0, 0, 1, 1, 1]
+    assert [rig.store.end_session(rig.namespace().root_key("", ""), f"s{i}") for i in range(1, 6)] == [0, 0, 1, 1, 1]
     assert [each.get("request_type", "") for prompt in prompts for each in known(rig, prompt)] == [
         "t1",
         "t2",

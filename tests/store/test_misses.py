@@ -134,7 +134,7 @@ def test_a_family_by_the_shard_that_has_least(rig: Rig) -> None:
     rig.put(BOB, second, n_blocks=2)
     rig.store.release(BOB, rig.store.family_lease(BOB, prompt).id)
     assert counts(rig) == {Ending.LONGER: 1}
-    rig.store.requests.watched(first.namespace.ordinal, rig.clock.now_s())
+    rig.store.requests.watched(first.namespace, rig.clock.now_s())
     rig.store.release(BOB, rig.store.family_lease(BOB, prompt).id)
     (looked,) = rig.store.requests.after(first.namespace.ordinal, 0, 1 << 10).requests
     assert np.array_equal(looked.keys, first.path.keys(first.root_key).view(np.uint64)[:, 0])

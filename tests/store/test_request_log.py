@@ -28,7 +28,7 @@ def recorded(rig: Rig, seq: int = 0, most: int = 1 << 20) -> Requests:
 
 
 def watch(rig: Rig, **more: Any) -> None:
-    rig.store.requests.watched(rig.namespace(**more).ordinal, rig.clock.now_s())
+    rig.store.requests.watched(rig.namespace(**more), rig.clock.now_s())
 
 
 def test_keys_stand_for_what_comes_before_whether_it_is_stored_or_not(rig: Rig) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from kvstore.device import open_device
 from kvstore.device.simulated import SimulatedDevice
-from kvstore.errors import BadInputError, IntegrityError
+from kvstore.errors import BadInputError, DeviceError, IntegrityError
 from kvstore.tiers.any_region import DAEMON_WRITER
+from kvstore.tiers.device_memory import at_once
 from kvstore.tiers.hbm import HbmTier
 from kvstore.types import FIRST_HBM_REGION_ID
 from tests.tiers.dram_scene import region_file_bytes, regions_of
@@ -136,3 +137,115 @@ def test_closing_gives_all_back_also_what_is_open_elsewhere(device: SimulatedDev
     assert region_file_bytes(DEVICE_FILES) == before
     with pytest.raises(IntegrityError):
         made.region(regions_of(slots)[0])
+
+
+class FailingMemory:
+    """A device whose calls fail while it is told so."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.device = device
+        self.fails = False
+
+    def malloc(self, size_bytes: int) -> int:
+        self._may_fail("cudaMalloc")
+        return self.device.malloc(size_bytes)
+
+    def free(self, address: int) -> None:
+        self._may_fail("cudaFree")
+        self.device.free(address)
+
+    def ipc_export(self, address: int) -> bytes:
+        return self.device.ipc_export(address)
+
+    def _may_fail(self, call: str) -> None:
+        if self.fails:
+            raise DeviceError(f"{call} failed with cudaErrorIllegalAddress")
+
+
+def test_what_a_failing_device_does_not_take_back_is_lost_and_counts(device: SimulatedDevice) -> None:
+    memory = FailingMemory(device)
+    made = HbmTier(memory, 32 * PAGE, region_bytes=8 * PAGE)
+    told: list[str] = []
+    made.make_calls(at_once, told.append)
+    mine, theirs = live(made, A, 8), live(made, B, 8)
+    made.add_mapper(regions_of(mine)[0], 7)
+    made.free(mine)
+    made.retire_empty(keep_for=B)
+    memory.fails = True
+    made.drop_client(7)
+    assert made.lost_bytes == made.stats()["lost_bytes"] == 8 * PAGE
+    assert made.retired_mapped_bytes == 0
+    made.check()
+    assert made.stats()["free_bytes"] == 16 * PAGE
+    made.free(theirs)
+    made.retire_empty(keep_for=A)
+    assert made.lost_bytes == 16 * PAGE
+    assert len(made.allocate(*A, 32)) == 0
+    assert len(told) == 3
+    assert all("cudaErrorIllegalAddress" in each for each in told)
+    memory.fails = False
+    assert len(made.allocate(*A, 32)) == 16, "what is lost is nobody's any more"
+    made.check()
+    memory.fails = True
+    made.close()
+    made.close()
+
+
+def test_calls_that_wait_for_the_device_are_handed_out(device: SimulatedDevice) -> None:
+    """Capacity holds at every step: what comes or leaves counts before it is there, and until it is gone."""
+    made = HbmTier(device, 16 * PAGE, region_bytes=8 * PAGE)
+    calls: list[tuple[Callable[[], None], Callable[[], None]]] = []
+    made.make_calls(lambda run, done: calls.append((run, done)), lambda _: None)
+
+    def call() -> None:
+        run, done = calls.pop(0)
+        run()
+        made.check()
+        done()
+        made.check()
+
+    before = region_file_bytes(DEVICE_FILES)
+    slots = made.allocate(*A, 16)
+    assert (len(slots), len(calls), made.awaits_memory) == (0, 1, True)
+    assert len(made.allocate(*A, 16)) == 0
+    assert len(calls) == 1, "asked for once"
+    call()
+    assert not made.awaits_memory
+    slots = np.append(made.allocate(*A, 8), made.allocate(*A, 8))
+    assert len(slots) == 8
+    call()
+    slots = np.append(slots, made.allocate(*A, 8))
+    assert len(slots) == 16
+    made.commit(slots, slots)
+    made.free(slots)
+    made.retire_empty(keep_for=B)
+    assert (made.leaving_bytes, made.free_slots(*B)) == (16 * PAGE, 0)
+    assert region_file_bytes(DEVICE_FILES) - before == 16 * PAGE
+    call()
+    assert (made.leaving_bytes, made.free_slots(*B)) == (8 * PAGE, 8)
+    assert len(made.allocate(*B, 8)) == 0
+    made.close()
+    made.close()
+    assert region_file_bytes(DEVICE_FILES) == before
+
+
+def test_memory_that_came_for_another_size_goes_back(device: SimulatedDevice) -> None:
+    made = HbmTier(device, 32 * PAGE, region_bytes=8 * PAGE)
+    calls: list[tuple[Callable[[], None], Callable[[], None]]] = []
+    made.make_calls(lambda run, done: calls.append((run, done)), lambda _: None)
+
+    def call() -> None:
+        run, done = calls.pop(0)
+        run()
+        done()
+        made.check()
+
+    assert len(made.allocate(*A, 1)) == 0
+    call()
+    large = (DAEMON_WRITER, "b", 12 * PAGE)
+    assert len(made.allocate(*large, 1)) == 0
+    call()
+    call()
+    assert len(made.allocate(*large, 1)) == 1
+    made.check()
+    made.close()

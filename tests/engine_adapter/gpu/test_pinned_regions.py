@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from kvstore.client import Client
+from kvstore.clock import ManualClock
 from kvstore.device.simulated import SimulatedDevice
 from kvstore.engine_adapter.counters import SharedCounters
 from kvstore.engine_adapter.gpu.choice import Route
-from kvstore.engine_adapter.gpu.pinned_regions import PinnedRegions
-from kvstore.errors import DeviceError
+from kvstore.engine_adapter.gpu.pinned_regions import RETRY_S, PinnedRegions
+from kvstore.errors import DeviceError, DeviceMemoryError
 from kvstore.native import Mapping
 from kvstore.types import KVSpec, Namespace
 from tests.engine_adapter.gpu.scene import FAR_S, Scene, far, one, region, scene
@@ -151,6 +152,42 @@ def test_a_refusal_of_the_device_is_counted_and_said_once_a_region(
     on_device.pinned.mapped(Overlapping())  # type: ignore[arg-type]
     wait_until(lambda: on_device.counters.snapshot().get("pin_refused_regions") == 1, "it is counted")
     assert [record.__dict__["event"] for record in caplog.records] == ["pin_refused"]
+
+
+class RefusingDevice(SimulatedDevice):
+    """Registers nothing while it has ``no_memory``."""
+
+    no_memory = True
+
+    def host_register(self, address: int, size_bytes: int, *, read_only: bool = False) -> int:
+        if self.no_memory:
+            raise DeviceMemoryError("the host has no more memory that can be pinned")
+        return super().host_register(address, size_bytes, read_only=read_only)
+
+
+def test_what_was_refused_is_tried_again_after_a_while(wait_until: WaitUntil) -> None:
+    device, clock, counters = RefusingDevice(), ManualClock(), SharedCounters()
+    pinned = PinnedRegions(device, counters, clock)
+    mapping, leaving = region(4096), region(4096)
+    for each in (mapping, leaving):
+        pinned.mapped(each)
+        with pytest.raises(DeviceError, match="no more memory that can be pinned"):
+            pinned.use_all(*span(each), far())
+    device.no_memory = False
+    clock.advance(RETRY_S - 0.1)
+    with pytest.raises(DeviceError, match="no more memory that can be pinned"):
+        pinned.use_all(*span(mapping), far())
+    clock.advance(0.1)
+    gone = weakref.ref(leaving)
+    pinned.leaving(leaving)
+    del leaving, each
+    wait_until(lambda: gone() is None, "nothing keeps what is to be tried again")
+    pinned.use(*span(mapping)).end()  # whoever asks first brings it about, and does not wait
+    pinned.use_all(*span(mapping), far()).end()
+    assert pinned.registered_bytes == 4096
+    assert counters.snapshot()["pin_refused_regions"] == 2
+    pinned.close()
+    device.close()
 
 
 def test_a_client_that_is_closed_says_goodbye_with_nothing_mapped(on_device: Scene, daemon: Any) -> None:

@@ -123,6 +123,20 @@ def test_pointers_closed_after_an_event_hold_the_lease_until_it_is_over(
     assert (gather.result() == content(1)).all()
 
 
+def test_what_is_no_event_closes_nothing(on_device: Scene, reader: ZeroCopyReader, cache: NamespaceHandle) -> None:
+    lease = cache.lease(prompt(1))
+    pointers = reader.open(lease)
+    freed = Gather(on_device, pointers).event()
+    on_device.device.free_event(freed)
+    with pytest.raises(BadInputError):
+        pointers.close(freed)
+    assert pointers.unchanged()
+    with pytest.raises(BadInputError, match="still read from by a device"):
+        lease.release()
+    pointers.close()
+    lease.release()
+
+
 def test_a_right_that_ends_under_a_reader_frees_nothing(
     on_device: Scene, reader: ZeroCopyReader, cache: NamespaceHandle, wait_until: WaitUntil
 ) -> None:
