@@ -25,6 +25,7 @@ from kvstore.bench.workload import Workload
 from kvstore.client import Client
 from kvstore.compression.frame import FrameLayout
 from kvstore.errors import BadInputError
+from kvstore.tiers.nvme.tier import NvmeTier
 
 __all__ = ["ReplayOptions", "ReplayResult", "counts_dict", "replay"]
 
@@ -173,12 +174,13 @@ def _hbm_blocks(block_bytes: int, stats: dict[str, Any]) -> int | None:
 
 
 def _nvme_blocks(workload: Workload, block_bytes: int, stats: dict[str, Any]) -> int | None:
-    """Frames that the daemon's NVMe tier has room for: a little more than was asked for, as it is cut in segments."""
+    """Frames that the daemon's NVMe tier has room for: a little more than was asked for, as it is cut in segments, and
+    its catalog has room for so many names."""
     if "nvme_live_capacity_bytes" not in stats:
         return None
     namespace = work.namespace(workload, block_bytes, "any")
     frame_bytes = FrameLayout.of(namespace.spec, namespace.row_bytes, namespace.digest()).frame_bytes
-    return int(stats["nvme_live_capacity_bytes"]) // frame_bytes
+    return NvmeTier.n_frames_in(int(stats["nvme_capacity_bytes"]), int(stats["nvme_segment_bytes"]), frame_bytes)
 
 
 def _rate(n_bytes: int, busy_s: float, clients: int) -> float:

@@ -16,6 +16,7 @@ from kvstore.types import MAX_BLOCK_BYTES
 
 MAX_CLIENTS = 256
 DEFAULT_CAPACITY_PERCENT = 5.0
+DEFAULT_HBM_PERCENT = 1.0
 DEFAULT_DURABLE_EVERY = 16
 
 
@@ -26,7 +27,7 @@ class ReplayOptions:
     ``capacity_percent`` and ``capacity_blocks`` are the room in DRAM, in % of the unique blocks or in blocks, not
     both. When neither is given it is 5%, but at least what the smallest daemon holds. ``nvme_percent`` and
     ``nvme_blocks`` are the same for NVMe, ``hbm_percent`` and ``hbm_blocks`` for copies in HBM, on ``hbm_device``;
-    without them there is no such tier.
+    without them there is no such tier, but with ``hbm`` one of 1%, or what the smallest daemon holds.
 
     ``policy``: the daemon's default if it is empty, with ``kill_at`` LRU.
     ``durable_every``: after so many requests a client waits until their blocks are durable (0: never; None: 16 with
@@ -43,6 +44,7 @@ class ReplayOptions:
     capacity_blocks: int | None = None
     nvme_percent: float | None = None
     nvme_blocks: int | None = None
+    hbm: bool = False
     hbm_percent: float | None = None
     hbm_blocks: int | None = None
     hbm_device: str = "simulated"
@@ -124,7 +126,7 @@ class ReplayOptions:
     @property
     def has_hbm(self) -> bool:
         """Whether there is an HBM tier."""
-        return self.hbm_percent is not None or self.hbm_blocks is not None
+        return self.hbm or self.hbm_percent is not None or self.hbm_blocks is not None
 
     @property
     def waits_every(self) -> int:
@@ -145,8 +147,7 @@ class ReplayOptions:
             return self.capacity_blocks
         if self.capacity_percent is not None:
             return work.capacity_blocks(workload.unique_blocks, self.capacity_percent)
-        least = MIB // work.dram_capacity_bytes(1, self.block_bytes)
-        return max(work.capacity_blocks(workload.unique_blocks, DEFAULT_CAPACITY_PERCENT), least)
+        return self._at_least_a_tier(work.capacity_blocks(workload.unique_blocks, DEFAULT_CAPACITY_PERCENT))
 
     def nvme_capacity(self, workload: Workload) -> int | None:
         """Room on NVMe, in blocks; None without such a tier."""
@@ -158,6 +159,8 @@ class ReplayOptions:
         """Room in HBM, in blocks; None without such a tier."""
         if self.hbm_percent is not None:
             return work.capacity_blocks(workload.unique_blocks, self.hbm_percent)
+        if self.hbm and self.hbm_blocks is None:
+            return self._at_least_a_tier(work.capacity_blocks(workload.unique_blocks, DEFAULT_HBM_PERCENT))
         return self.hbm_blocks
 
     def hbm_bytes(self, workload: Workload) -> int:
@@ -171,6 +174,10 @@ class ReplayOptions:
         Raises BadInputError if that is less than a daemon can have.
         """
         return self._tier_bytes(self.capacity(workload), "--capacity-blocks")
+
+    def _at_least_a_tier(self, blocks: int) -> int:
+        """So many blocks, or what the smallest tier of a daemon holds."""
+        return max(blocks, -(-MIB // work.dram_capacity_bytes(1, self.block_bytes)))
 
     def _tier_bytes(self, blocks: int, option: str) -> int:
         n_bytes = work.dram_capacity_bytes(blocks, self.block_bytes)

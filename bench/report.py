@@ -211,12 +211,15 @@ def simulation_tables(report: SimulationReport) -> list[Table]:
     facts = [
         ("requests", f"{counts.requests:,}"),
         ("policy", report.policy),
-        ("capacity", f"room for {report.capacity_blocks:,} blocks; {report.unique_blocks:,} unique"),
+        ("capacity of DRAM", f"room for {report.capacity_blocks:,} blocks; {report.unique_blocks:,} unique"),
+        *_simulated_tiers(report),
         *_ratio_facts(counts.block_hit_ratio, counts.token_hit_ratio, counts.any_hit_ratio),
     ]
     if report.whole_block_counts is not None:
         facts.append(("token hit, whole blocks only", f"{report.whole_block_counts.token_hit_ratio:.4f}"))
-    table = Table("capacity %", "blocks", "block hit", "token hit", "any hit", title="Hit ratio over capacity")
+    table = Table(
+        "capacity %", "blocks", "block hit", "token hit", "any hit", title="Hit ratio over capacity, DRAM alone"
+    )
     for column in table.columns:
         column.justify = "right"
     for point in report.points:
@@ -224,6 +227,21 @@ def simulation_tables(report: SimulationReport) -> list[Table]:
         ratios = (f"{r:.4f}" for r in (c.block_hit_ratio, c.token_hit_ratio, c.any_hit_ratio))
         table.add_row(f"{point.capacity_percent:g}", f"{point.capacity_blocks:,}", *ratios)
     return [_facts_table(f"Simulation of {report.name}", facts), table]
+
+
+def _simulated_tiers(report: SimulationReport) -> list[tuple[str, str]]:
+    """Room and hits tier by tier, where there are several."""
+    counts = report.counts
+    rooms = [
+        ("HBM", report.hbm_capacity_blocks, counts.hbm_block_hits),
+        ("DRAM", report.capacity_blocks, counts.dram_block_hits),
+        ("NVMe", report.nvme_capacity_blocks, counts.nvme_block_hits),
+    ]
+    there = [(name, room, hits) for name, room, hits in rooms if room is not None]
+    if len(there) == 1:
+        return []
+    n = max(counts.block_accesses, 1)
+    return [(name, f"room for {room:,} blocks; {hits / n:.4f} of the blocks found there") for name, room, hits in there]
 
 
 def bandwidth_tables(report: BandwidthReport | None, nvme: NvmeReport | None = None) -> list[Table]:

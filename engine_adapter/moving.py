@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from kvstore.client.hbm import HbmHeld, IpcDevice
 from kvstore.engine_adapter.runs import Runs, copy_many
+from kvstore.errors import BadInputError
 
 
 class Copy(NamedTuple):
@@ -30,6 +32,10 @@ class Moves(Protocol):
 
     def keep(self, *things: object) -> None:
         """What must live until the copies are over."""
+        ...
+
+    def keep_hbm(self, held: HbmHeld) -> None:
+        """As ``keep``; addresses of these blocks may be copied from: they are the device's own."""
         ...
 
     def after(self, stream: int | None) -> None:
@@ -73,6 +79,10 @@ class Mover(Protocol):
     on_device: bool
     """Whether the engine's pages lie on a device."""
 
+    def reads_hbm(self, device: IpcDevice | None) -> bool:
+        """Whether loads can read blocks in HBM that were opened with this device."""
+        ...
+
     def loading(self) -> Moves:
         """From blocks into pages."""
         ...
@@ -90,6 +100,10 @@ class HostMoves:
 
     def keep(self, *things: object) -> None:
         """See ``Moves``."""
+
+    def keep_hbm(self, held: HbmHeld) -> None:
+        """See ``Moves``: not for the processor. Raises BadInputError."""
+        raise BadInputError(f"{len(held)} blocks are in HBM, which the processor can't read: lease them without hbm")
 
     def after(self, stream: int | None) -> None:
         """See ``Moves``: the engine says itself when its memory is ready."""
@@ -121,6 +135,10 @@ class HostMover:
     """See ``Mover``: pages in memory of this process, copied by ``threads``."""
 
     on_device = False
+
+    def reads_hbm(self, device: IpcDevice | None) -> bool:  # noqa: ARG002
+        """See ``Mover``."""
+        return False
 
     def __init__(self, threads: int = 1) -> None:
         self._moves = HostMoves(threads)

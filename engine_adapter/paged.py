@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvstore.client import Wait
+from kvstore.client import NamespaceHandle, Wait
 from kvstore.engine_adapter.block_layout import BlockLayout
 from kvstore.engine_adapter.block_writer import BlockWriter, Plane, Tokens
 from kvstore.engine_adapter.counters import SharedCounters
@@ -117,13 +117,18 @@ class PagedStore:
         self._saves = Workers(workers, waiting_max, self.counters)
 
     def find(self, rows: Sequence[RowRequest], *, wait: Wait = "wait") -> list[StoredPrefix]:
-        """What is stored of each row but its last token, which is left to compute. See ``StoredPrefix.find``."""
+        """What is stored of each row but its last token, which is left to compute. See ``StoredPrefix.find``.
+
+        Blocks in HBM are read there if the client does (``Client.use_hbm``), with the device that copies.
+        """
         found = []
+        hbm = isinstance(self._handle, NamespaceHandle) and self._mover.reads_hbm(self._handle.hbm_device)
         for row in rows:
             tokens = token_array(row.tokens)[:-1]
             prefix = StoredPrefix.find(
-                self._handle, self.layout, tokens, root=row.root, extras=row.extras, wait=wait, counters=self.counters
-            )
+                self._handle, self.layout, tokens, root=row.root, extras=row.extras, wait=wait, hbm=hbm,
+                counters=self.counters,
+            )  # fmt: skip
             prefix.shorten(prefix.n_tokens // self._granularity_tokens * self._granularity_tokens)
             found.append(prefix)
         return found
@@ -202,11 +207,17 @@ class PagedStore:
     ) -> None:
         plans: dict[tuple[object, ...], Runs] = {}
         moves.keep(*found)
+        for held in (held for prefix in found for held in prefix.hbm):
+            moves.keep_hbm(held)
         for layer in range(len(self._engine.layers)):
             if not job.step(partial(self._load_layer, job, layer, moves, found, table, firsts, plans)):
                 return
             job.complete(ahead=1)
         job.complete()
+        if not all([prefix.vouched() for prefix in found]):
+            self.counters.add("unvouched_reads")
+            job.finish("the daemon's HBM ended, or a slot changed, while it was read")
+            return
         n_tokens = sum(
             prefix.n_tokens - first
             for prefix, first, reason in zip(found, firsts, job.row_reasons, strict=True)

@@ -41,7 +41,7 @@ NVME_SHARE_DEFAULT = 4
 _OWN = {"socket_path": "path", "dram_bytes": "dram", "nvme_dir": "path", "nvme_bytes": "nvme"}
 """Settings of the daemon that ``open`` has other names for."""
 
-_NOT_HERE = ("holder_path", "holder_grace_s", "grpc", "metrics", "log")
+_NOT_HERE = ("holder_path", "holder_grace_s", "grpc", "metrics", "log", "hbm")
 """Settings that make no sense without a process of its own."""
 
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")

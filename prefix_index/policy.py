@@ -73,6 +73,8 @@ class EvictionPolicy(ABC):
     """Whether ``reprieve`` is to be asked."""
     weighs = False
     """Whether newcomers may be worth less than what would have to go for them: see ``weigh``."""
+    margin = 0.0
+    """By how much newcomers must rank below what is in a tier to be kept out of it: see ``admission``."""
     table: BlockTable
     tiers: tuple[int, ...] = ()
 

@@ -45,7 +45,8 @@ class TimedPolicy(EvictionPolicy):
         self.watch = watch if watch is not None else Stopwatch()
         self._policy = policy
         self._of: dict[int, TimedPolicy] = {}
-        self.name, self.moves, self.reprieves, self.weighs = policy.name, policy.moves, policy.reprieves, policy.weighs
+        self.name, self.moves, self.reprieves = policy.name, policy.moves, policy.reprieves
+        self.weighs, self.margin = policy.weighs, policy.margin
 
     @property
     def version(self) -> int:

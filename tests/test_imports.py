@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "client": LEAVES | {"wire"},
     "embedded": LEAVES | SIBLINGS | {"server", "client"},
     "engine_adapter": LEAVES | {"client", "device", "compression", "plan"},
-    "bench": LEAVES | {"client", "embedded", "prefix_index", "compression", "device", "plan", "engine_adapter"},
+    "bench": LEAVES | SIBLINGS | {"client", "embedded", "engine_adapter"},
     "cli": LEAVES | SIBLINGS | {"lease", "store", "server", "wire", "client", "engine_adapter", "bench"},
 }
 

@@ -52,8 +52,8 @@ class DramTier(SlottedTier[Region]):
         ``prefault`` fills pages of the whole capacity in the background. With a ``ledger`` the tier can be
         taken over by a later daemon; ``former`` is what an earlier one left, of which it takes what fits:
         see ``former_blocks``. It owns the descriptors of ``former`` from now on. New memory comes from ``numa_node``
-        where that is given and has some. With ``unsealed`` clients of a tenant may map each other's regions writable, as
-        some GPUs need it. Raises BadInputError for
+        where that is given and has some. With ``unsealed`` clients of a tenant may map each other's regions
+        writable, as some GPUs need it. Raises BadInputError for
         sizes that can't be used, OSError when the system gives no memory file at all.
         """
         for name, value in (("region_bytes", region_bytes), ("starter_bytes", starter_bytes)):

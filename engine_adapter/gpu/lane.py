@@ -1,7 +1,8 @@
 """One stream and the bounded memory that copies on it pass through.
 
 Host memory that is registered is read and written by the device itself, by the route that is expected to take least.
-What is not registered goes through pinned memory of the lane ("bounced"), with one more copy by the processor.
+What is not registered goes through pinned memory of the lane ("bounced"), with one more copy by the processor. What the
+device has in its own memory already is spread by a kernel, or copied.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore import native
 from kvstore.device.copy_kernels import COPY_BLOCKS
@@ -71,9 +73,12 @@ class Lane:
         self._no_room: dict[Route, float] = {}
         """Routes that the device had no room for, and when to ask again (monotonic)."""
 
-    def give(self, copies: Copies, end: int, to_finish: list[Piece], going: Going) -> tuple[bool, set[Route]]:
+    def give(
+        self, copies: Copies, end: int, to_finish: list[Piece], going: Going, in_hbm: NDArray[np.bool_] | None = None
+    ) -> tuple[bool, set[Route]]:
         """Give copies to the device, and record the event ``end`` behind them. Blocks for pinned memory that is in use.
 
+        ``in_hbm``, bool ``[n]``: those whose ``host`` is an address of the device itself.
         Whether all were given, and how they go. Pieces that ``finish`` must be called for are added to ``to_finish``,
         also if this raises: till then the processor has yet to write to where the copies go.
         """
@@ -81,6 +86,9 @@ class Lane:
         with self._giving:
             self.n_calls += 1
             try:
+                if in_hbm is not None and in_hbm.any():
+                    self._inside(copies.chosen(in_hbm), given)
+                    copies = copies.chosen(~in_hbm)
                 with self._pinned.use(copies.host, copies.sizes) as use:
                     registered = use.mapped != 0
                     apart = replace(copies, regions=use.regions)
@@ -128,6 +136,16 @@ class Lane:
                 self._by_kernel(piece.host, piece.device, piece.sizes, COPY_BLOCKS)
         else:
             self._staged(copies, self._have_staging(), given)
+
+    def _inside(self, copies: Copies, given: _Given) -> None:
+        """Copies from the device's own memory."""
+        self._counters.add(f"{self.direction}_hbm_bytes", copies.n_bytes)
+        by_kernel = self._has_room(Route.KERNEL)
+        for piece in given.while_going(copies.pieces(GIVEN_BYTES_MAX, self._sizes.table_runs)):
+            if by_kernel:
+                self._by_kernel(piece.host, piece.device, piece.sizes, SPREAD_BLOCKS)
+            else:
+                self._copy(piece.host, piece.device, piece.sizes)
 
     def _route(self, copies: Copies) -> Route:
         """What is expected to take least of what there is memory for. Direct needs none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from kvstore.client import Client
+from kvstore.client.hbm import IpcDevice
 from kvstore.device.seam import Device
 from kvstore.engine_adapter.counters import SharedCounters
 from kvstore.engine_adapter.gpu.choice import Choice, unmeasured
@@ -52,6 +53,10 @@ class DeviceMover:
         )
         for client in clients:
             client.watch_mappings(self.pinned)
+
+    def reads_hbm(self, device: IpcDevice | None) -> bool:
+        """See ``Mover``: it must be the very device that copies, as addresses of one mean nothing to another."""
+        return device is self.device
 
     def loading(self) -> StagedMoves:
         """See ``Mover``."""

@@ -15,18 +15,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from kvstore.client import Lease
+from kvstore.client.hbm import HbmHeld
 from kvstore.device.seam import Device
 from kvstore.engine_adapter.counters import SharedCounters
 from kvstore.engine_adapter.gpu.choice import Choice, Route
 from kvstore.engine_adapter.gpu.copies import Copies, Orders
 from kvstore.engine_adapter.gpu.events import EventPool
+from kvstore.engine_adapter.gpu.in_hbm import InHbm
 from kvstore.engine_adapter.gpu.lane import Lane, LaneSizes
 from kvstore.engine_adapter.gpu.pinned_regions import PinnedRegions
 from kvstore.engine_adapter.gpu.rings import Piece
 from kvstore.engine_adapter.moving import Copy, always
 from kvstore.engine_adapter.parts import held_of
-from kvstore.errors import DeviceError
+from kvstore.errors import BadInputError, DeviceError
 from kvstore.logs import about
 from kvstore.plan.ways import Direction
 
@@ -46,6 +50,8 @@ class StagedMoves:
         self._leases: list[Lease] = []
         self._to_finish: list[Piece] = []
         self._orders: Orders = {}
+        self._in_hbm = InHbm()
+        self._hbm: list[HbmHeld] = []
         self._settling = threading.Lock()
         self._unsettled = False
         self._watch = _Watch(lane)
@@ -54,11 +60,21 @@ class StagedMoves:
         """See ``Moves``."""
         self._kept += things
 
+    def keep_hbm(self, held: HbmHeld) -> None:
+        """See ``Moves``. Raises BadInputError for blocks that were opened with another device."""
+        if held.device is not self._device:
+            raise BadInputError("these blocks in HBM were opened with another device: give Client.use_hbm this one")
+        self._hbm.append(held)
+        self._in_hbm.add((held,))
+
     def hold(self, lease: Lease, n_parts: int = 1) -> None:
-        """Keep the blocks of a lease, and ask it at the end. Raises EndedError if its right has ended already."""
+        """Keep the blocks of a lease, also those in HBM, and ask it at the end. Raises EndedError if its right has ended
+        already."""
+        if len(lease.hbm):
+            self.keep_hbm(lease.hold_hbm())
         for part in range(n_parts):
             held = held_of(lease, part)
-            self._kept += [held[i] for i in range(len(held))]
+            self._kept += [held[i] for i in np.flatnonzero(held.addresses).tolist()]
         self._leases.append(lease)
 
     def after(self, stream: int | None) -> None:
@@ -73,7 +89,8 @@ class StagedMoves:
         made = Copies.of(copies, to_device=self._lane.direction is Direction.LOAD, orders=self._orders)
         if not len(made):
             return going()
-        self._watch.begin(alone=self._staged.unsettled <= {self})
+        in_hbm = self._in_hbm.which(made)
+        self._watch.begin(alone=self._staged.unsettled <= {self} and not in_hbm.any())
         self._unsettled = True
         self._staged.unsettled.add(self)
         while self._after:
@@ -81,7 +98,7 @@ class StagedMoves:
             self._watch.waited |= not self._device.query(event)
             self._device.wait_event(self._lane.stream, event)
             self._events.give_back(event)
-        given, routes = self._lane.give(made, self._end, self._to_finish, going)
+        given, routes = self._lane.give(made, self._end, self._to_finish, going, in_hbm)
         self._watch.note(made, routes, given)
         return given
 
@@ -120,6 +137,7 @@ class StagedMoves:
             self._unsettled = False
             self._staged.unsettled.discard(self)
             self._kept = []
+            self._in_hbm = InHbm()
             # Others may record these from here on. Who still waits for one of them here waits for more, that is all.
             self._events.give_back(*self._marks, *self._after)
             self._marks = []
@@ -132,7 +150,8 @@ class StagedMoves:
         except DeviceError as error:
             return str(error)
         leases, self._leases = self._leases, []
-        if not all(lease.unchanged() for lease in leases):
+        hbm, self._hbm = self._hbm, []
+        if not all(lease.unchanged() for lease in leases) or not all(held.vouched() for held in hbm):
             self._staged.counters.add("unvouched_reads")
             return "the lease ended, or a slot changed, while it was read"
         return ""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client import Lease
+from kvstore.client.hbm import HbmHeld
 from kvstore.device.seam import Device
 from kvstore.engine_adapter.gpu.events import AfterEvents
 from kvstore.engine_adapter.gpu.pinned_regions import PinnedRegions, Use
@@ -38,27 +39,46 @@ class ZeroCopyReader:
         self._after = AfterEvents(device)
 
     def open(self, lease: Lease, part: int = 0, *, timeout_s: float = REGISTER_S_MAX) -> Pointers:
-        """Where the blocks of a lease (of one part of them) lie for kernels.
+        """Where the blocks of a lease (of one part of them) lie for kernels: in HBM, those that are there.
 
-        Blocks until their regions are registered. Raises EndedError if the lease has ended, DeviceError with the reason
-        if the device can't reach all of them: read them staged then.
+        Blocks until the regions of the others are registered. Raises EndedError if the lease has ended, DeviceError with
+        the reason if the device can't reach all of them: read them staged then.
         """
         held = held_of(lease, part)
         # Addresses first: a remote client fetches all blocks at once then.
         here = held.addresses
-        views = [held[i] for i in range(len(held))]
-        sizes = np.array([view.nbytes for view in views], np.uint64)
-        use = self._pinned.use_all(here, sizes, time.monotonic() + timeout_s)
+        in_hbm = self._in_hbm(lease)
+        in_dram = np.ones(len(held), np.bool_)
+        addresses, sizes = here.copy(), np.empty(len(held), np.uint64)
+        if in_hbm is not None:
+            in_dram[in_hbm.at] = False
+            addresses[in_hbm.at], sizes[in_hbm.at] = in_hbm.addresses, in_hbm.block_bytes
+        views = [held[i] for i in np.flatnonzero(in_dram).tolist()]
+        sizes[in_dram] = [view.nbytes for view in views]
+        use = self._pinned.use_all(here[in_dram], sizes[in_dram], time.monotonic() + timeout_s)
         try:
-            loan = lease.lend(views)
+            addresses[in_dram] = use.mapped
+            loan = lease.lend([*views, in_hbm] if in_hbm is not None else views)
         except BaseException:
             use.end()
             raise
-        return Pointers(lease, loan, use, sizes, self._device, self._after)
+        return Pointers(lease, loan, use, Places(addresses, sizes, in_hbm), self._device, self._after)
 
     def close(self) -> None:
         """Wait for the pointers that are closed after events."""
         self._after.close()
+
+    def _in_hbm(self, lease: Lease) -> HbmHeld | None:
+        """Those blocks of a lease that this device has in its own memory."""
+        return lease.hold_hbm() if len(lease.hbm) and lease.hbm.device is self._device else None
+
+
+class Places(NamedTuple):
+    """Device address and bytes of each block, uint64 [n]; those ``in_hbm`` are not in host memory."""
+
+    addresses: NDArray[np.uint64]
+    sizes: NDArray[np.uint64]
+    in_hbm: HbmHeld | None
 
 
 class Pointers:
@@ -72,11 +92,12 @@ class Pointers:
         lease: Lease,
         loan: Loan,
         use: Use,
-        sizes: NDArray[np.uint64],
+        places: Places,
         device: Device,
         after: AfterEvents,
     ) -> None:
-        self._lease, self._loan, self._use, self._sizes = lease, loan, use, sizes
+        self._lease, self._loan, self._use = lease, loan, use
+        self._addresses, self._sizes, self._in_hbm = places
         self._device, self._after = device, after
         self._views: weakref.WeakSet[_View] = weakref.WeakSet()
         self._open = True
@@ -88,7 +109,7 @@ class Pointers:
     def addresses(self) -> NDArray[np.uint64]:
         """Device address of each block, uint64 [n]; valid until ``close``. Raises EndedError after it."""
         self._must_be_open()
-        return self._use.mapped
+        return self._addresses
 
     @property
     def sizes(self) -> NDArray[np.uint64]:
@@ -99,15 +120,19 @@ class Pointers:
         """Nothing: what lies in host memory need not be waited for. As ``Brought`` has it."""
 
     def unchanged(self) -> bool:
-        """Whether the lease still holds, and its blocks are what they were: what kernels read until now counts."""
-        return self._open and self._lease.unchanged()
+        """Whether the lease still holds, and its blocks are what they were: what kernels read until now counts.
+
+        Blocks for a round trip if some are in HBM, as these end with the daemon.
+        """
+        in_hbm = self._in_hbm
+        return self._open and self._lease.unchanged() and (in_hbm is None or in_hbm.vouched())
 
     def view(self, i: int) -> Any:
         """Block ``i`` by ``__cuda_array_interface__``: uint8 [its bytes]. These can't be closed while it is alive."""
         self._must_be_open()
         if not -len(self) <= i < len(self):
             raise IndexError(f"block {i} of {len(self)}")
-        view = _View(int(self._use.mapped[i]), int(self._sizes[i]))
+        view = _View(int(self._addresses[i]), int(self._sizes[i]))
         self._views.add(view)
         return view
 
@@ -162,6 +187,7 @@ class Pointers:
             self.close()
 
     def _let_go(self) -> None:
+        self._in_hbm = None
         self._use.end()
         self._loan.end()
 

@@ -19,6 +19,7 @@ from kvstore.config.file import read_document
 from kvstore.config.here import check_here
 from kvstore.config.layers import Layered, layered
 from kvstore.errors import BadInputError
+from kvstore.server.hbm_device import check_hbm_device
 
 
 @click.command("config", short_help="Show the daemon's settings and where they come from.")
@@ -60,6 +61,7 @@ def config_command(
 def _check_for_this_machine(config: DaemonConfig) -> None:
     check_for_serving(config)
     check_here(config)
+    check_hbm_device(config.hbm)
 
 
 def _show(found: Layered, as_json: bool) -> None:

@@ -18,6 +18,7 @@ from kvstore.client.remote.target import is_remote
 from kvstore.config import default_address, parse_size
 from kvstore.config.file import default_places, file_in_force, socket_of
 from kvstore.config.paths import SOCKET_VARIABLE
+from kvstore.config.units import parse_duration
 from kvstore.errors import ConfigError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -46,6 +47,24 @@ class FiniteRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value!r:.80} is no finite number", param, ctx)
         return number
+
+
+class DurationType(click.ParamType[float]):
+    """A duration such as 30s, 5m or 2h, or a number of seconds; gives seconds. ``above_0``: 0 is refused."""
+
+    name = "duration"
+
+    def __init__(self, *, above_0: bool = False) -> None:
+        self._above_0 = above_0
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            duration_s = parse_duration(value)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+        if self._above_0 and not duration_s:
+            self.fail(f"{value!r:.80} is no time at all; it must be above 0", param, ctx)
+        return duration_s
 
 
 class TiersType(click.ParamType[tuple[str, ...]]):

@@ -97,7 +97,7 @@ def registration_facts(device: Device) -> dict[str, Any]:
             device.host_register(shown.address, _TRIAL_BYTES, read_only=True)
             device.host_unregister(shown.address)
         except KVStoreError as error:
-            return {"sealed": False, "reason": str(error)}
+            return {"sealed": False, "reason": f"{error}; or `--isolation tenant` leaves a tenant's memory unsealed"}
         return {"sealed": True, "reason": ""}
     finally:
         os.close(fd)

@@ -104,8 +104,9 @@ def _bandwidth(device: Found) -> Table:
     for size in dict.fromkeys(row["piece_bytes"] for row in rows):
         rates = {(row["way"], row["direction"]): row["gb_per_s"] for row in rows if row["piece_bytes"] == size}
         table.add_row(format_size(size), *(f"{rates[key]:.3g}" if key in rates else "-" for key in ways))
-    for each in device["bandwidth"]["absent"]:
-        table.caption = f"without {each['way']}: {each['reason']}"
+    notes = ["as measured; recommendations go by curves smoothed so that they never fall with the size"]
+    notes += [f"without {each['way']}: {each['reason']}" for each in device["bandwidth"]["absent"]]
+    table.caption = "\n".join(notes)
     return table
 
 

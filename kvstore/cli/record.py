@@ -11,7 +11,7 @@ from typing import Any, TextIO
 import click
 
 from kvstore.bench.record import TraceLines
-from kvstore.cli.params import DaemonPlace, FiniteRange, json_option, place_options, timeout_option
+from kvstore.cli.params import DaemonPlace, DurationType, json_option, place_options, timeout_option
 from kvstore.cli.selecting import Selection, namespace_options, opened, tenant_option, the_namespace
 from kvstore.client.recording import RecordedRequest, Recording, RequestsLost
 from kvstore.errors import BadInputError, UnavailableError
@@ -21,7 +21,7 @@ POLL_S = 0.5
 
 @click.command(short_help="Write the requests of a namespace down as a trace.")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--for", "for_s", type=FiniteRange(0), help="End after so many seconds.  [default: with Ctrl-C]")
+@click.option("--for", "for_s", type=DurationType(), help="End after so long: 5m, 2h.  [default: with Ctrl-C]")
 @click.option("--count", type=click.IntRange(1), help="End after so many requests.")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @place_options
@@ -52,14 +52,22 @@ def record(
         recording = handle.record()
         lines = TraceLines(handle.namespace.spec.block_tokens)
         deadline_s = None if for_s is None else time.monotonic() + for_s
-        with file.open("w") as out:
+        with _created(file) as out:
             n_lost = _write(recording, lines, out, deadline_s, count)
     done = {"requests": lines.n_requests, "unique_blocks": lines.n_unique_blocks, "lost_requests": n_lost}
     if as_json:
         click.echo(json.dumps(done))
         return
-    lost = f"; {n_lost:,} came too fast and are missing" if n_lost else ""
+    lost = f"; {n_lost:,} came too fast or were too long, and are missing" if n_lost else ""
     click.echo(f"{lines.n_requests:,} requests of {lines.n_unique_blocks:,} different blocks are in {file}{lost}")
+
+
+def _created(file: Path) -> TextIO:
+    """The file, empty. Raises BadInputError if it can't be written."""
+    try:
+        return file.open("w")
+    except OSError as error:
+        raise BadInputError(f"{file} can't be written: {error.strerror or error}; name another file") from error
 
 
 def _write(recording: Recording, lines: TraceLines, out: TextIO, deadline_s: float | None, count: int | None) -> int:

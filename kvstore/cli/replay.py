@@ -29,7 +29,7 @@ from kvstore.config import DEFAULT_POLICY, WRITE_POLICIES
 from kvstore.errors import BadInputError, IntegrityError
 from kvstore.prefix_index.policies import POLICIES
 
-DEFAULT_HBM_PERCENT, DEFAULT_NVME_PERCENT = 1.0, 25.0
+DEFAULT_NVME_PERCENT = 25.0
 TIER_OPTIONS = ("nvme_percent", "nvme_blocks", "hbm_percent", "hbm_blocks")
 
 
@@ -60,7 +60,7 @@ TIER_OPTIONS = ("nvme_percent", "nvme_blocks", "hbm_percent", "hbm_blocks")
     "--tiers",
     type=TIERS,
     help="Which tiers there are, as in hbm,dram,nvme; of those not given otherwise HBM has room for 1 % of the unique "
-    "blocks, NVMe for 25.",
+    "blocks (1 MiB at least), NVMe for 25.",
 )
 @click.option(
     "--nvme-dir",
@@ -134,11 +134,11 @@ def replay_command(
     sliding-window or state layers see `kvstore bench hybrid`.
     """
     conversations = ConversationOptions(seed=seed, **({"block_tokens": block_tokens} if block_tokens else {}))
-    sharing = sharing_arguments(rest)
-    own = ("capacity_percent", "capacity_blocks", *TIER_OPTIONS, "kill_at")
+    sharing = sharing_arguments(rest, rest["tenants"])
+    own = ("capacity_percent", "capacity_blocks", *TIER_OPTIONS, "hbm", "kill_at")
     if tiers is not None:
         rest = with_tiers(rest, tiers)
-    if connect is not None and (simulate or nvme_dir or any(rest[name] for name in own)):
+    if connect is not None and (simulate or nvme_dir or any(rest.get(name) for name in own)):
         raise BadInputError(
             "--connect uses a daemon as it is: leave out --simulate, --kill-at and the tiers, or --connect"
         )
@@ -156,6 +156,10 @@ def replay_command(
     if nvme_dir is not None and not options.has_nvme:
         raise BadInputError("--nvme-dir is for an NVMe tier: give its --nvme-percent or --nvme-blocks, too")
     workload = options.load()
+    if options.limit is not None and workload.n_requests < options.limit:
+        click.echo(
+            f"{workload.name} has {workload.n_requests:,} requests, fewer than --limit {options.limit:,}", err=True
+        )
     if simulate:
         report = simulated(workload, options)
         show_simulation(workload, report, output, as_json, picture=not no_picture)
@@ -169,14 +173,14 @@ def replay_command(
 
 def with_tiers(given: dict[str, Any], tiers: tuple[str, ...]) -> dict[str, Any]:
     """Options with room for each of these tiers. Raises BadInputError for room in another one."""
-    percents = {"hbm": DEFAULT_HBM_PERCENT, "nvme": DEFAULT_NVME_PERCENT}
+    defaults = {"hbm": ("hbm", True), "nvme": ("nvme_percent", DEFAULT_NVME_PERCENT)}
     options = dict(given)
-    for tier, percent in percents.items():
+    for tier, (name, value) in defaults.items():
         has_room = any(given[f"{tier}_{unit}"] is not None for unit in ("percent", "blocks"))
         if has_room and tier not in tiers:
             raise BadInputError(f"--tiers leaves {tier} out, and --{tier}-percent or --{tier}-blocks give it room")
         if tier in tiers and not has_room:
-            options[f"{tier}_percent"] = percent
+            options[name] = value
     return options
 
 

@@ -112,10 +112,10 @@ def nothing_fits(client: Client, *, all_tenants: bool = False) -> BadInputError:
 def has_nothing(what: str, tenant: str) -> str:
     """That the daemon has no ``what`` of the tenant ("" = of any), and how to look at others."""
     if not tenant:
-        return f"the daemon knows no {what}"
+        return f"the daemon knows no {what}: likely no engine has stored anything yet"
     return (
-        f"the daemon knows no {what} of tenant {tenant!r}: give another --tenant; "
-        "`kvstore inspect namespaces --all-tenants` shows whose there are"
+        f"the daemon knows no {what} of tenant {tenant!r}: likely no engine has stored anything yet; if one has, give "
+        "its --tenant (`kvstore inspect namespaces --all-tenants` shows whose there are)"
     )
 
 

@@ -142,7 +142,7 @@ def summary(stats: Mapping[str, Value]) -> Iterator[Group]:
         ("blocks evicted", n("evicted_blocks")),
         ("blocks not stored for want of room", n("skipped_blocks")),
         ("huge pages", str(stats["dram_huge_pages_note"]) or "yes"),
-        ("clients can't write blocks of", {"client": "other clients", "tenant": "other tenants"}[stats["dram_isolation"]]),
+        ("clients can't write blocks of", f"other {stats.get('dram_isolation', 'client')}s"),
     ]
     if stats["dram_memory_failure"]:
         dram.append(("memory failure", str(stats["dram_memory_failure"])))

@@ -33,7 +33,8 @@ def version(place: DaemonPlace, timeout_s: float, as_json: bool) -> None:
     click.echo(f"kvstore {found['client']}, protocol {found['protocol_min']} to {found['protocol_max']}")
     daemon = found["daemon"]
     click.echo(f"daemon  {daemon['version'] or 'none: ' + daemon['error']}")
-    click.echo(f"copies  {found['copy_backend']}")
+    hint = ": slow; install a C compiler (gcc), then this package once more" if found["copy_backend"] == "numpy" else ""
+    click.echo(f"copies  {found['copy_backend']}{hint}")
     click.echo(f"gpus    {', '.join(found['gpus']) or 'none: ' + found['gpus_error']}")
     click.echo(f"python  {found['python']} on {found['system']}")
     for name, number in found["libraries"].items():

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from kvstore.cli.params import DaemonPlace, FiniteRange, place_options, timeout_option
+from kvstore.cli.params import DaemonPlace, DurationType, place_options, timeout_option
 from kvstore.cli.selecting import Selection, all_tenants_option, namespace_options, tenant_option
 from kvstore.client.watching import POLL_S, BlockEvent, EventsLost, Watch
 
@@ -25,7 +25,7 @@ KINDS = ("stored", "moved", "removed")
     "--kind", "kinds", type=click.Choice(KINDS), multiple=True, help="Only these; may be given again.  [default: all]"
 )
 @click.option("--count", type=click.IntRange(1), help="End after so many lines.")
-@click.option("--for", "for_s", type=FiniteRange(0), help="End after so many seconds.")
+@click.option("--for", "for_s", type=DurationType(), help="End after so long: 30s, 5m, 2h.")
 @place_options
 @tenant_option
 @all_tenants_option

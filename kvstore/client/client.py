@@ -192,6 +192,9 @@ class Client(AdminCalls):
         It must be the daemon's, and stay open until this client is closed and its leases are released. Raises
         BadInputError for another one, or if the daemon has no HBM tier, or not for clients of other machines.
         """
+        facts = getattr(device, "facts", None)
+        if not hasattr(facts, "uuid"):
+            raise BadInputError(f"{device!r:.80} is no device: give an open one, as of kvstore.device.open_device")
         uuid = self._session.hbm_uuid
         if not uuid:
             raise BadInputError(f"the daemon at {self._session} has no HBM tier for this client (--hbm-device, --hbm)")

@@ -145,8 +145,11 @@ class Finding(Generic[LeaseT]):
         otherwise. Use it as a context manager; a lease that holds nothing, a miss for example, is falsy.
 
         With ``hbm``, after ``Client.use_hbm``, blocks that are in HBM need not be in DRAM: see ``Lease.hbm``. Blocks
-        that are used so again and again get copies there. Not in hybrid namespaces and families.
+        that are used so again and again get copies there. Not in hybrid namespaces and families. Raises BadInputError
+        for it before ``Client.use_hbm``.
         """
+        if hbm and self._session.hbm is None:
+            raise BadInputError("hbm=True reads HBM with a device that this client was not given: call use_hbm first")
         request = pb.LeaseRequest(
             first_block=count("first_block", first_block),
             max_blocks=count("max_blocks", max_blocks or 0),

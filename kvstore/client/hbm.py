@@ -62,6 +62,8 @@ class OpenRegion:
                 self._device.ipc_close(self.address)
             except DeviceError:
                 return  # the device is gone, and all that was open with it; the daemon hears when the process is
+            except BadInputError:
+                pass  # it is not open: the device was closed first
             if self.after_close is not None:
                 self.after_close()
 
@@ -146,8 +148,7 @@ def split(region_ids: Iterable[int]) -> tuple[list[int], list[int]]:
 class HbmBlocks:
     """Those of a lease's blocks that are in HBM.
 
-    ``at``: which of the lease's blocks they are, uint32 [n]. ``addresses``: where each lies on the client's device,
-    uint64 [n]; nothing may be read there once the lease was released, so let the device finish first.
+    ``at``: which of the lease's blocks they are, uint32 [n].
     """
 
     def __init__(self, regions: HbmRegions | None, opened: dict[int, OpenRegion], message: pb.HbmSlots) -> None:
@@ -156,8 +157,11 @@ class HbmBlocks:
         self.at: NDArray[np.uint32] = unpack("hbm.at", message.at, U32, len(ids))
         self._granted = unpack("hbm generations", message.slots.generations, U64, len(ids))
         self._generations = regions.generations if regions is not None else _NONE
+        self.device = regions.device if regions is not None else None
+        """With which they were opened."""
         self._opened = opened
-        self.addresses = np.zeros(len(ids), np.uint64)
+        self._usable: Callable[[], object] = lambda: None
+        self._addresses = np.zeros(len(ids), np.uint64)
         self._places = np.zeros(len(ids), np.uint64)
         known = np.zeros(len(ids), np.bool_)
         for layout in message.slots.regions:
@@ -166,7 +170,7 @@ class HbmBlocks:
             region = opened[layout.id]
             if len(indexes) and (int(indexes.max()) + 1) * layout.slot_bytes > region.size_bytes:
                 raise ProtocolError(f"a slot lies outside region {layout.id} of {region.size_bytes} bytes of HBM")
-            self.addresses[mine] = np.uint64(region.address) + indexes * np.uint64(layout.slot_bytes)
+            self._addresses[mine] = np.uint64(region.address) + indexes * np.uint64(layout.slot_bytes)
             self._places[mine] = indexes + np.uint64(layout.generation_base)
             known |= mine
         if not known.all():
@@ -175,13 +179,55 @@ class HbmBlocks:
     def __len__(self) -> int:
         return len(self.at)
 
+    def tie(self, usable: Callable[[], object]) -> None:
+        """``usable`` raises EndedError when the blocks must not be read any more."""
+        if len(self):
+            self._usable = usable
+
+    @property
+    def addresses(self) -> NDArray[np.uint64]:
+        """Where each block lies on the client's device, uint64 [n]. Raises EndedError after the end of the right.
+
+        Nothing may be read there once the lease was released: let the device finish first, or have ``Lease.hold_hbm``.
+        """
+        self._usable()
+        return self._addresses
+
     def unchanged(self) -> bool:
         """Whether the blocks are what they were when they were leased; ask after the device has copied them."""
         return bool(np.array_equal(self._generations[self._places], self._granted))
 
     def forget(self) -> None:
-        """The regions may be closed."""
+        """The regions may be closed, unless somebody still holds them."""
         self._opened = {}
+
+    @property
+    def opened(self) -> dict[int, OpenRegion]:
+        """What must stay open while the blocks are read."""
+        return self._opened
+
+
+class HbmHeld:
+    """Blocks in HBM in the hands of a device: while this exists they stay as they are, and their memory open, whatever
+    becomes of the lease.
+
+    ``at`` and ``addresses`` as in ``HbmBlocks``; ``block_bytes`` each.
+    """
+
+    def __init__(self, blocks: HbmBlocks, block_bytes: int, answers: Callable[[], bool], hold: object) -> None:
+        """``answers``: whether the daemon that lent them still does; may block."""
+        self.at, self.addresses, self.block_bytes = blocks.at, blocks.addresses, block_bytes
+        self.device = blocks.device
+        self._blocks, self._answers = blocks, answers
+        self._kept = blocks.opened, hold
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def vouched(self) -> bool:
+        """Whether what a device has read of them until now counts: they are what was leased, and the daemon is alive,
+        as its memory ends with it. Blocks for one round trip."""
+        return self._blocks.unchanged() and self._answers()
 
 
 NO_HBM_BLOCKS = HbmBlocks(None, {}, pb.HbmSlots())

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvstore.client.claims import Claimed
 from kvstore.client.era import Era
-from kvstore.client.hbm import NO_HBM_BLOCKS, HbmBlocks
+from kvstore.client.hbm import NO_HBM_BLOCKS, HbmBlocks, HbmHeld
 from kvstore.client.session import Session
 from kvstore.client.slots import Bytes, Slots, rows_of
 from kvstore.errors import BadInputError, EndedError, UnavailableError
@@ -162,7 +162,7 @@ class Loan:
     """Blocks of a lease in the hands of a reader that nobody here sees, as a device: they stay as they are until
     ``end``, whatever becomes of the lease."""
 
-    def __init__(self, lease: Lease, kept: Sequence[Bytes]) -> None:
+    def __init__(self, lease: Lease, kept: Sequence[object]) -> None:
         self._lease: Lease | None = lease
         self._kept = tuple(kept)
         lease.loans.add(self)
@@ -208,6 +208,8 @@ class Lease(Held):
         self.loans: set[Loan] = set()
         """What of it was lent and is not given back; see ``lend``."""
         super().__init__(session, lease_id, reply.ttl_s, slots, hold)
+        if len(self.hbm):
+            self.hbm.tie(_usable_while_there(self))
         self.first_block = first_block
         self.n_blocks: int = reply.n_blocks
         self.n_tokens: int = reply.n_tokens
@@ -237,10 +239,20 @@ class Lease(Held):
         else:  # which is what the caller has to hear of
             self._give_up("it was released")
 
-    def lend(self, views: Sequence[Bytes]) -> Loan:
-        """Blocks (arrays of this lease's) that a device reads from here on; ``release`` raises until they are back."""
+    def lend(self, views: Sequence[Bytes | HbmHeld]) -> Loan:
+        """Blocks (arrays of this lease's, or what ``hold_hbm`` gave) that a device reads from here on; ``release``
+        raises until they are back."""
         self.usable()
         return Loan(self, views)
+
+    def hold_hbm(self) -> HbmHeld:
+        """The blocks in HBM, which stay as they are while the result is alive, also after ``release``.
+
+        Raises EndedError after the end of the right.
+        """
+        hold = self.usable()
+        session, epoch = self._session, self._epoch
+        return HbmHeld(self.hbm, self.slots.block_bytes, lambda: session.still_answers(epoch), hold)
 
     def tell_copies(self, copied: Callable[[int, float, bool], None], asked_s: float) -> None:
         """Call ``copied(n_bytes, took_s, after_read)`` after copies by one thread.
@@ -325,6 +337,19 @@ class Lease(Held):
             raise BadInputError(
                 f"lease {self.id} is still read from by a device ({len(self.loans)} readers): close these readers first"
             )
+
+
+def _usable_while_there(lease: Lease) -> Callable[[], object]:
+    """``lease.usable``, without keeping the lease: its end must not wait for a collection."""
+    there = weakref.ref(lease)
+
+    def usable() -> object:
+        found = there()
+        if found is None:
+            raise EndedError("this lease is gone: keep it, or what hold_hbm gives, while its blocks are read")
+        return found.usable()
+
+    return usable
 
 
 class WriteReservation(Held):

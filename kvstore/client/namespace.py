@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvstore.client.borrowing import current
 from kvstore.client.explaining import Explaining
 from kvstore.client.finding import Finding
+from kvstore.client.hbm import IpcDevice
 from kvstore.client.lease import Lease, WriteReservation
 from kvstore.client.prompts import DEFAULT_ROOT, count, seconds
 from kvstore.client.results import GetResult, PutResult
@@ -75,6 +76,12 @@ class NamespaceHandle(Finding[Lease], Explaining):
 
     def _leased(self, reply: pb.LeaseReply, first_block: int, reason: str = "") -> Lease:
         return Lease(self._session, reply, self.block_bytes, first_block, reason)
+
+    @property
+    def hbm_device(self) -> IpcDevice | None:
+        """The device with which leases with ``hbm`` read; None before ``Client.use_hbm``, or if it can't."""
+        regions = self._session.hbm
+        return regions.device if regions is not None and not regions.failure else None
 
     def get_into(
         self,
@@ -216,7 +223,8 @@ class NamespaceHandle(Finding[Lease], Explaining):
     def end_session(self, session_id: str, root: Root = DEFAULT_ROOT) -> int:
         """No request with this ``Hints.session_id`` will follow below ``root``: what only it has used goes first now.
 
-        Of the same id below another root nothing is known here, and nothing ends. Returns how many blocks those are. Raises UnavailableError if the daemon can't be told.
+        The same id below another root is another session. Returns how many blocks those are. Raises UnavailableError
+        if the daemon can't be told.
         """
         check_session_id(session_id)
         request = pb.EndSessionRequest(

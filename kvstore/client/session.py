@@ -159,6 +159,14 @@ class Session(Presence):
         """Whether it has a device for that, with which the daemon's memory could be opened as far as is known."""
         return self.hbm is not None and not self.hbm.failure
 
+    def still_answers(self, epoch: int) -> bool:
+        """Whether the daemon of that epoch is alive. Blocks for one round trip."""
+        try:
+            self.call(Method.HEARTBEAT, pb.HeartbeatRequest(), pb.HeartbeatReply)
+        except KVStoreError:
+            return False
+        return self.epoch == epoch
+
     def hbm_blocks(self, message: pb.HbmSlots) -> HbmBlocks:
         """Those blocks of a lease that are in HBM, their regions opened. Call with the lock held.
 

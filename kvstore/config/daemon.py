@@ -110,9 +110,7 @@ class DaemonConfig:
         self._check_dram()
         self._check_numa()
         if self.isolation not in ISOLATIONS:
-            raise ConfigError(
-                f"--isolation is {self.isolation!r}; known are {', '.join(ISOLATIONS)}", ("isolation",)
-            )
+            raise ConfigError(f"--isolation is {self.isolation!r}; known are {', '.join(ISOLATIONS)}", ("isolation",))
         if self.generated_tokens not in GENERATED_TOKENS:
             raise ConfigError(
                 f"--generated-tokens is {self.generated_tokens!r}; known are {', '.join(GENERATED_TOKENS)}",
@@ -170,6 +168,12 @@ class DaemonConfig:
                 f"a DRAM tier of {format_size(self.dram_bytes)} "
                 f"does not fit this machine's {format_size(physical_bytes)}: lower --dram",
                 ("dram_bytes",),
+            )
+        if self.hbm.is_simulated and self.dram_bytes + self.hbm.capacity_bytes > physical_bytes:
+            raise ConfigError(
+                f"a simulated device is made of this machine's memory, and {format_size(self.hbm.capacity_bytes)} of it "
+                f"beside {format_size(self.dram_bytes)} of DRAM do not fit {format_size(physical_bytes)}: lower --hbm",
+                ("hbm.capacity_bytes", "dram_bytes"),
             )
         if self.region_bytes and not MIB <= self.region_bytes <= 4 * GIB:
             raise ConfigError(

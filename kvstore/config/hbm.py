@@ -46,6 +46,11 @@ class HbmOptions:
             )
 
     @property
+    def is_simulated(self) -> bool:
+        """Whether the device is made of this machine's own memory."""
+        return self.device.startswith("simulated")
+
+    @property
     def region_bytes(self) -> int:
         """The size of what is taken of the device at a time: 64 MiB, or a sixteenth of a small tier."""
         return max(2 * MIB, min(64 * MIB, self.capacity_bytes // 16 // (2 * MIB) * 2 * MIB))

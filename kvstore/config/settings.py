@@ -9,7 +9,14 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from kvstore.config.daemon import GENERATED_TOKENS, ISOLATIONS, POLICY_CLOCKS, RECOVERY_MODES, WRITE_POLICIES, DaemonConfig
+from kvstore.config.daemon import (
+    GENERATED_TOKENS,
+    ISOLATIONS,
+    POLICY_CLOCKS,
+    RECOVERY_MODES,
+    WRITE_POLICIES,
+    DaemonConfig,
+)
 from kvstore.config.kinds import (
     ADDRESS,
     COUNT,

@@ -108,6 +108,11 @@ def write_table(given: Any) -> Any:
     return given
 
 
+def table_names(text: str, field: str) -> set[str]:
+    """The tenants that a table names. ``field``: which of ``TenantOptions``. Raises ConfigError for no table."""
+    return set(_table(text, field, str))
+
+
 def _table(text: str, field: str, read: Callable[[str], ValueT]) -> dict[str, ValueT]:
     found: dict[str, ValueT] = {}
     for entry in filter(None, (part.strip() for part in text.split(","))):

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvstore.errors import BadInputError, DeviceError, DeviceMemoryError
 
-INSTALL = "pip install 'kvstored[cuda13]' (or [cuda12] for a driver of CUDA 12)"
+INSTALL = "pip install '.[cuda13]' in a checkout of kvstored (or '.[cuda12]' for a driver of CUDA 12)"
 
 _NO_MEMORY = frozenset({"cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY"})
 _BAD_INPUT = frozenset(
@@ -23,7 +23,7 @@ _BAD_INPUT = frozenset(
 )
 _ADVICE = {
     "cudaErrorInsufficientDriver": "the NVIDIA driver is older than these libraries: update it, or install "
-    "kvstored[cuda12] in place of [cuda13]",
+    "'.[cuda12]' in place of '.[cuda13]'",
     "cudaErrorNoDevice": "the driver shows no GPU: look at CUDA_VISIBLE_DEVICES, and how the container was given GPUs",
     "cudaErrorInvalidDevice": "there are fewer GPUs; `nvidia-smi -L` lists them",
     "cudaErrorInitializationError": "CUDA can't be used in a forked child: start the process afresh (spawn)",
@@ -66,7 +66,10 @@ def error_of(call: str, status: Any) -> Exception:
     runtime.cudaGetLastError()
     name = str(status.name)
     if name == "cudaErrorInsufficientDriver" and not runtime.cudaDriverGetVersion()[1]:
-        return DeviceError("there is no NVIDIA driver on this machine, or a container was not given it")
+        return DeviceError(
+            "there is no NVIDIA driver on this machine, or a container was not given it: install the driver, or start "
+            "the container with `docker run --gpus all`"
+        )
     text = f"{call} failed with {name}: {_ADVICE.get(name, 'see its documentation by NVIDIA')}"
     if name in _NO_MEMORY:
         return DeviceMemoryError(text)

@@ -208,7 +208,13 @@ INFO_TEXTS: dict[str, str] = {
 NVME_STATES = ("ok", "full", "failing")
 """One sample of ``kvstore_nvme_health`` each."""
 
-TEXTS_TOLD_ELSEWHERE = {"nvme_health", "dram_huge_pages_note", "dram_isolation", "dram_memory_failure", "hbm_memory_failure"}
+TEXTS_TOLD_ELSEWHERE = {
+    "nvme_health",
+    "dram_huge_pages_note",
+    "dram_isolation",
+    "dram_memory_failure",
+    "hbm_memory_failure",
+}
 """Texts that a metric or ``/ready`` tells of in its own way."""
 
 BY_METHOD: dict[str, str] = {

@@ -110,7 +110,7 @@ def read_links(nvml: Any = None) -> Links:
             nvml = import_module("pynvml")
         except ImportError:
             return Links(
-                absent="pynvml is not installed: pip install nvidia-ml-py (part of kvstored[cuda12], [cuda13])"
+                absent="pynvml is not installed: pip install nvidia-ml-py (part of kvstored's extras cuda13 and cuda12)"
             )
     try:
         nvml.nvmlInit()

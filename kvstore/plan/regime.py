@@ -192,7 +192,12 @@ class Advisor:
         words = [f"{chosen.name}: {_time(chosen.expected_s)} for {format_size(case.total_bytes)}"]
         if chosen.way is not None:
             rate = self.calibration.rate(Direction.LOAD, chosen.way, case.piece_bytes)
-            words[0] += f", pieces of {format_size(case.piece_bytes)} at {rate:.3g} GB/s"
+            words[0] += f", pieces of {format_size(case.piece_bytes)} over the link at {rate:.3g} GB/s"
+            reads = f"each byte {case.reads_per_byte:g} times"
+            if chosen.action is Action.ZERO_COPY and case.reads_per_byte > 1:
+                words[0] += f", {reads}"
+            elif (own_reads_s := self._own_reads_s(case)) > 0:
+                words[0] += f"; {_time(own_reads_s)} of it to read {reads} on the device"
         if kept:
             words.append(f"{best.name} would take {_time(best.expected_s)}: not enough better to change")
         others = sorted((each for each in options if each is not chosen), key=lambda each: each.expected_s)
@@ -224,4 +229,6 @@ def _no_room(case: Case) -> str:
 
 
 def _time(seconds: float) -> str:
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

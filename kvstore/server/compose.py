@@ -7,10 +7,8 @@ from contextlib import ExitStack
 
 from kvstore.clock import Clock
 from kvstore.compression.frame import inspect, verify_frame
-from kvstore.config import PAGE_BYTES, DaemonConfig, HbmOptions, format_size
+from kvstore.config import PAGE_BYTES, DaemonConfig, HbmOptions
 from kvstore.config.here import check_numa_node, check_nvme_place
-from kvstore.device import open_device
-from kvstore.errors import BadInputError, ConfigError, DeviceError
 from kvstore.logs import about
 from kvstore.native import numa
 from kvstore.offload import WritePolicy
@@ -19,6 +17,7 @@ from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.policies import make_tier_policies
 from kvstore.prefix_index.policy_time import TimedPolicy
 from kvstore.promote import Promotion
+from kvstore.server.hbm_device import open_hbm_device
 from kvstore.server.succession import Succession
 from kvstore.store.hbm import HbmSetup
 from kvstore.store.hierarchy import WriteBehind
@@ -118,20 +117,9 @@ def _open_hbm(options: HbmOptions, opened: ExitStack) -> HbmSetup | None:
     """Raises ConfigError where there is no such device, or it is smaller than that."""
     if not options.device:
         return None
-    sizes = {"total_bytes": 2 * options.capacity_bytes} if options.device.startswith("simulated") else {}
-    try:
-        device = open_device(options.device, **sizes)
-    except (DeviceError, BadInputError) as error:
-        raise ConfigError(f"--hbm-device {options.device}: {error}", ("hbm.device",)) from error
+    device = open_hbm_device(options)
     opened.callback(device.close)
-    facts = device.facts
-    if options.capacity_bytes > facts.total_bytes:
-        raise ConfigError(
-            f"--hbm is {format_size(options.capacity_bytes)}; {facts.name} has {format_size(facts.total_bytes)}: lower "
-            "it, and leave most of that to the engines",
-            ("hbm.capacity_bytes",),
-        )
-    grain_bytes = GPU_PAGE_BYTES if facts.kind == "cuda" else PAGE_BYTES
+    grain_bytes = GPU_PAGE_BYTES if device.facts.kind == "cuda" else PAGE_BYTES
     tier = HbmTier(device, options.capacity_bytes, options.region_bytes, grain_bytes)
     opened.callback(tier.close)
     return HbmSetup(device, tier, Promotion(options.promote_hits))

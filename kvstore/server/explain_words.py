@@ -173,6 +173,8 @@ def _advice_for_unknown(told: Explained) -> list[str]:
         return ["give the same digest for the same image or sound (ExtraKey), each time"]
     if told.found.end is End.DIFFERS:
         return ["hits need equal tokens from the first on: put what changes (dates, ids, tool lists) behind the rest"]
+    if told.found.end is End.OPEN and told.n_hit:
+        return ["nothing, if the rest is new or shorter than a block; else see that whoever computed it stores it, too"]
     return []
 
 

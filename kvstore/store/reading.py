@@ -97,10 +97,14 @@ class Reading(Hybrids):
             n_pending = len(wanted) - n_there
             wanted, partial_tokens, n_blocks = wanted[:n_there], 0, first_block + n_there
         n_tokens = n_blocks * prompt.namespace.namespace.spec.block_tokens + partial_tokens
-        n_nvme = int(np.isin(wanted, load.read_ids).sum()) if load is not None else 0
         n_unused, why = unused(load, reach.wanted, len(wanted))
         hbm_slots = self.hbm.slots(wanted) if reads_hbm and self.hbm is not None else None
         n_hbm = int(np.count_nonzero(hbm_slots[: n_blocks - first_block] >= 0)) if hbm_slots is not None else 0
+        n_nvme = 0
+        if load is not None:
+            # What came to HBM since it was read is a hit there, once.
+            read = wanted if hbm_slots is None else wanted[hbm_slots < 0]
+            n_nvme = int(np.isin(read, load.read_ids).sum())
         outcome = Outcome(
             prompt.path.n_rows, n_blocks, n_tokens, n_nvme, prompt.namespace.token_bytes, n_unused, why, max_blocks,
             n_hbm,

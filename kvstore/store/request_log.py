@@ -159,8 +159,8 @@ class RequestLog:
         tenant = opened.namespace.tenant
         if Counter(each.tenant for each in self._of.values())[tenant] >= TENANT_NAMESPACES_MAX:
             raise BadInputError(
-                f"requests of {TENANT_NAMESPACES_MAX} namespaces of tenant {tenant!r:.80} are recorded already: end one, "
-                f"and wait {IDLE_S:.0f} s"
+                f"requests of {TENANT_NAMESPACES_MAX} namespaces of tenant {tenant!r:.80} are recorded already: end "
+                f"one, and wait {IDLE_S:.0f} s"
             )
         if len(self._of) >= NAMESPACES_MAX:
             raise BadInputError(

@@ -22,8 +22,8 @@ from kvstore.store.integrity import check_agreement, check_held
 from kvstore.store.overlap import Overlaps
 from kvstore.store.requests import Prompt
 from kvstore.store.writing import Writing
-from kvstore.tiers.dram import Region
 from kvstore.tiers.device_memory import HbmRegion
+from kvstore.tiers.dram import Region
 
 EXPIRE_BATCH = 256
 

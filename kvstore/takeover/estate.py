@@ -157,7 +157,7 @@ class _Reader:
             return memory  # retired: no block was found there
         slot_bytes, writer, base = int(facts["slot_bytes"]), int(facts["writer"]), int(facts["base"])
         indexes = directory.labelled(base, size_bytes // slot_bytes)
-        if not _is_sealed(entry.fd, size_bytes, has_blocks=len(indexes) > 0):
+        if not _is_sealed(entry.fd, size_bytes, seal=bool(facts.get("unsealed"))):
             return memory  # never seen by anyone but its writer
         return FormerRegion(
             region_id, entry.fd, size_bytes, slot_bytes, str(facts["tenant"]), writer if writer in mappers else None,
@@ -165,12 +165,12 @@ class _Reader:
         )  # fmt: skip
 
 
-def _is_sealed(fd: int, size_bytes: int, *, has_blocks: bool) -> bool:
-    """Whether nobody can map it writable from now on. What has blocks and was left unsealed is sealed here."""
+def _is_sealed(fd: int, size_bytes: int, *, seal: bool) -> bool:
+    """Whether nobody can map it writable from now on. What was left unsealed on purpose is sealed here."""
     with contextlib.suppress(OSError):
         if os.fstat(fd).st_size != size_bytes:
             return False
-        if has_blocks and not memfd.is_read_only(fd):
+        if seal and not memfd.is_read_only(fd):
             memfd.seal_read_only(fd)
         return memfd.is_read_only(fd)
     return False

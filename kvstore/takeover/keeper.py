@@ -85,6 +85,7 @@ class Keeper:
             "tenant": region.tenant,
             "writer": -1 if region.writer is None else region.writer,
             "base": base,
+            "unsealed": region.unsealed,
         }
         self._put(Entry(f"region/{region.id}", json.dumps(facts), region.fd))
 

@@ -452,12 +452,14 @@ class MapRegionsRequest(_message.Message):
     def __init__(self, region_ids: _Optional[_Iterable[int]] = ..., writable: bool = ...) -> None: ...
 
 class MapRegionsReply(_message.Message):
-    __slots__ = ("region_ids", "sizes_bytes")
+    __slots__ = ("region_ids", "sizes_bytes", "unsealed_ids")
     REGION_IDS_FIELD_NUMBER: _ClassVar[int]
     SIZES_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNSEALED_IDS_FIELD_NUMBER: _ClassVar[int]
     region_ids: _containers.RepeatedScalarFieldContainer[int]
     sizes_bytes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, region_ids: _Optional[_Iterable[int]] = ..., sizes_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+    unsealed_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, region_ids: _Optional[_Iterable[int]] = ..., sizes_bytes: _Optional[_Iterable[int]] = ..., unsealed_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RegionsMappedRequest(_message.Message):
     __slots__ = ("region_ids",)

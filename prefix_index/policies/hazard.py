@@ -51,6 +51,8 @@ class HazardPolicy(EvictionPolicy):
     name = "hazard"
     moves = True
     weighs = True
+    margin = 1.0
+    """Ranks are logarithms of worth."""
 
     def __init__(self, refit: Learner | None = None) -> None:
         self._refit = refit if refit is not None else RefitHere()

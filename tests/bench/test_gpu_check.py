@@ -69,7 +69,38 @@ def test_the_tests_of_the_checkout_are_run_and_counted(tmp_path: Path) -> None:
     assert (outcomes(found), found["passed"]) == ({"tests": "failed"}, False)
     assert "assert False" in found["steps"]["tests"]["reason"]
     found = check_simulated(tmp_path, "tests", tests=("tests/nowhere",))
-    assert outcomes(found) == {"tests": "skipped"}
+    assert (outcomes(found), found["passed"]) == ({"tests": "not run"}, False)
+    skipping = tmp_path / "test_skipping.py"
+    skipping.write_text("import pytest\n\ndef test_one(): pytest.skip('no GPU')\n")
+    found = check_simulated(tmp_path, "tests", tests=(str(skipping),))
+    assert (outcomes(found), found["passed"]) == ({"tests": "not run"}, False)
+    assert found["steps"]["tests"]["figures"] == {"skipped": 1}
+
+
+def test_without_a_checkout_there_are_no_tests_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "CHECKOUT", tmp_path)
+    found = check_simulated(tmp_path, "tests")
+    assert (outcomes(found), found["passed"]) == ({"tests": "skipped"}, True)
+
+
+def test_what_only_a_gpu_shows_is_among_the_tests() -> None:
+    for path in ("tests/engine_adapter/gpu/test_on_gpu.py", "tests/engine_adapter/attention/test_on_gpu.py"):
+        assert any(path.startswith(each) for each in gpu_check.TESTS)
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--collect-only", "-n", "0"]
+        for which, collects in (("cuda", True), ("not cuda", False)):
+            code, output = gpu_check._run([*command, "-k", which, path], 60.0, gpu_check.CHECKOUT)
+            assert (code == 0) == collects, output
+
+
+def test_all_steps_have_their_time() -> None:
+    assert sum(step.limit_s for step in gpu_check.STEPS) <= gpu_check.TOTAL_S < 420
+
+
+def test_without_pytest_the_tests_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "find_spec", lambda _: None)
+    found = check_simulated(tmp_path, "tests", tests=("tests/plan/test_prefill.py",))
+    assert (outcomes(found), found["passed"]) == ({"tests": "skipped"}, True)
+    assert "pytest is not installed" in found["steps"]["tests"]["reason"]
 
 
 def test_a_step_that_hangs_is_killed_and_the_next_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +139,8 @@ def test_the_report_is_there_after_every_step(tmp_path: Path, monkeypatch: pytes
 
 def test_when_the_time_is_over_steps_are_left_out(tmp_path: Path) -> None:
     found = check_simulated(tmp_path, "facts", "kernels", total_s=0.0)
-    assert outcomes(found) == {"facts": "skipped", "kernels": "skipped"}
+    assert outcomes(found) == {"facts": "not run", "kernels": "not run"}
+    assert not found["passed"]
     assert "no time was left" in found["steps"]["facts"]["reason"]
 
 
@@ -124,9 +156,10 @@ def test_a_daemon_that_does_not_start_fails_its_step(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_is_not_there_fails_what_needs_it(tmp_path: Path) -> None:
-    found = check(CheckOptions(device="cuda:99", steps=("facts",), report=tmp_path / "report.json"), own_daemon)
-    assert outcomes(found) == {"facts": "failed"}
+    found = check(CheckOptions(device="cuda:99", report=tmp_path / "report.json"), own_daemon)
+    assert outcomes(found) == {"facts": "failed"}, "no other step is taken"
     assert "DeviceError" in found["steps"]["facts"]["reason"]
+    assert not found["passed"]
 
 
 @pytest.mark.parametrize("step", ["bandwidth", "arena", "staged", "kernels"])
@@ -151,6 +184,33 @@ def test_memory_that_cannot_be_registered_is_read_staged_and_that_is_said(monkey
         found = gpu_steps.STEPS["staged"](request)
     assert "read-only" in found["not_registered"]
     assert all(row["gb_per_s"] > 0 for row in found["rows"])
+
+
+def test_memory_that_cannot_be_sealed_for_a_device_is_read_in_place_unsealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[list[str]] = []
+
+    @contextmanager
+    def daemon(arguments: list[str]) -> Iterator[Path]:
+        given.append(arguments)
+        with own_daemon(arguments) as socket:
+            yield socket
+
+    def take(name: str, options: CheckOptions, limit_s: float, socket: str) -> dict[str, Any]:
+        request = {"device": options.device, "socket": socket}
+        try:
+            return {"status": "passed", "reason": "", "figures": gpu_steps.STEPS[name](request)}
+        except gpu_steps.Skipped as why:
+            return {"status": "skipped", "reason": str(why), "figures": {}}
+
+    monkeypatch.setattr(gpu_steps, "open_device", lambda _: SimulatedDevice(can_register_read_only=False))
+    monkeypatch.setattr(gpu_check, "_run_step", take)
+    found = check(CheckOptions(device="simulated", steps=("arena",), report=tmp_path / "report.json"), daemon)
+    assert outcomes(found) == {"arena": "passed"}, found
+    assert ["--isolation" in arguments for arguments in given] == [False, True]
+    assert found["steps"]["arena"]["reason"] == "with --isolation tenant."
+    assert found["steps"]["arena"]["figures"]["registered_bytes"] > 0
 
 
 def rates(**shares: dict[int, float]) -> dict[str, Any]:
@@ -181,7 +241,9 @@ def test_rates_are_judged_by_the_best_staged_way_at_every_large_size() -> None:
     assert [each["passed"] for each in wanted(good, simulated=True)] == [None, None, None]
     worse = rates(batch={page: 0.3, large: 0.95, 4 * large: 0.89}, kernel={page: 0.69}, zero_copy={page: 0.79})
     assert [each["passed"] for each in wanted(worse, simulated=False)] == [False, False, False]
-    assert [each["passed"] for each in wanted(rates(copy={4096: 0.1}), simulated=False)] == [None, None, None]
+    assert [each["passed"] for each in wanted(rates(copy={4096: 0.1}), simulated=False)] == [False, False, False]
+    assert [each["passed"] for each in wanted({"bandwidth": {"figures": {}}}, simulated=False)] == [False] * 3
+    assert wanted({"bandwidth": {"figures": {}}}, simulated=True) == []
     assert wanted({}, simulated=False) == []
 
 

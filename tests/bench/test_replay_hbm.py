@@ -138,11 +138,21 @@ def test_too_little_room_names_the_least() -> None:
         options(hbm_percent=None, hbm_blocks=3).hbm_bytes(generate_trace(CONVERSATIONS))
 
 
+def test_room_that_nobody_names_is_enough_for_a_daemon() -> None:
+    few = generate_trace(CONVERSATIONS, 20)
+    asked = options(hbm=True, hbm_percent=None, hbm_blocks=None, block_bytes=60_000)
+    blocks = asked.hbm_capacity(few)
+    assert blocks == 18, "60,000 bytes take 15 pages"
+    assert asked.hbm_bytes(few) >= 1 << 20
+    assert options(hbm=True, hbm_percent=None, hbm_blocks=40).hbm_capacity(few) == 40
+
+
 def test_tiers_have_room_of_their_own_unless_it_is_given() -> None:
     nothing = dict.fromkeys(("hbm_percent", "hbm_blocks", "nvme_percent", "nvme_blocks"))
     chosen = with_tiers(nothing, ("hbm", "dram", "nvme"))
-    assert (chosen["hbm_percent"], chosen["nvme_percent"]) == (1.0, 25.0)
+    assert (chosen["hbm"], chosen["hbm_percent"], chosen["nvme_percent"]) == (True, None, 25.0)
     chosen = with_tiers({**nothing, "hbm_blocks": 7}, ("hbm", "dram"))
+    assert "hbm" not in chosen
     assert (chosen["hbm_percent"], chosen["hbm_blocks"], chosen["nvme_percent"]) == (None, 7, None)
     with pytest.raises(BadInputError, match="--tiers leaves hbm out"):
         with_tiers({**nothing, "hbm_blocks": 7}, ("dram",))

@@ -133,7 +133,7 @@ def test_whose_nothing_it_is_that_is_shown(kvstore: Command, client: Client, com
     is_error = command.startswith("explain")
     done = kvstore(*command.replace("FILE", file).split(), "--tenant", "nobody", code=2 if is_error else 0)
     said = done.stdout if command.startswith("top") else done.stderr
-    assert "of tenant 'nobody': give another --tenant" in said
+    assert "of tenant 'nobody': likely no engine has stored anything yet" in said
     assert "--all-tenants" in said
 
 
@@ -190,22 +190,51 @@ def test_pins_outlive_the_command_and_are_let_go_of(kvstore: Command, client: Cl
     assert text[0].endswith(": 3 blocks for 5 s")
     assert text[1] == "prompt 1: nothing is stored"
     assert text[2].startswith("tenant default has 24.0 KiB pinned of the ")
+    assert kvstore("pin", file, "--ttl", "2h", "--number", "0").stdout.splitlines()[1:2] == [
+        "not for the 7,200 s asked for: the daemon's pins.max (--pin-max) allows no more"
+    ]
+    assert kvstore("pin", file, "--number", "1", code=1).stdout.startswith("prompt 1: nothing is stored\n")
+    assert "no prompt number 2" in kvstore("pin", file, "--number", "2", code=2).stderr
     number = done["pins"][0]["id"]
     assert kvstore.json("unpin", str(number), "7") == {
-        "unpinned": [number], "not_found": [7], "n_pins": 1, "pinned_bytes": 3 * 8192,
+        "unpinned": [number], "not_found": [7], "n_pins": 2, "pinned_bytes": 3 * 8192,
         "pin_max_bytes": done["pin_max_bytes"],
     }  # fmt: skip
     mine = client.open(NAMESPACE).pin(prompt(1))
-    assert kvstore("unpin", "--all").stdout.startswith("1 of 1 pins let go of; tenant default has 8.0 KiB pinned")
+    assert kvstore("unpin", "7", code=1).stdout.startswith("0 of 1 pins let go of; ")
+    assert kvstore("unpin", "--all").stdout.startswith("2 of 2 pins let go of; tenant default has 8.0 KiB pinned")
+    assert kvstore("unpin", "--all").stdout.startswith("0 of 0 pins let go of")
     assert client.unpin(mine.id)
     assert "give the ids of pins, or --all" in kvstore("unpin", code=2).stderr
+
+
+@pytest.mark.parametrize("what", ["inf", "nan", "-1", "5 weeks"])
+def test_no_time_is_anything_but_a_duration(kvstore: Command, client: Client, tmp_path: Path, what: str) -> None:
+    store(client, NAMESPACE, 1)
+    file, trace = kvstore.tokens("p.jsonl", prompt(1)), tmp_path / "none.jsonl"
+    for arguments in (("record", str(trace), "--for", what), ("watch", "--for", what), ("pin", file, "--ttl", what)):
+        stderr = kvstore(*arguments, code=2).stderr
+        assert f"'{what}' is not a duration; write for example" in stderr
+        assert "those before it" not in stderr
+    assert not trace.exists()
+
+
+def test_where_the_first_pin_is_one_too_many_none_is_said_to_be_there(kvstore: Command, client: Client) -> None:
+    store(client, NAMESPACE, 3)
+    kvstore.daemon.call(lambda daemon: setattr(daemon.store.pin_quota, "_tenant_bytes", 8192))
+    refused = kvstore("pin", kvstore.tokens("p.jsonl", prompt(3)), code=2).stderr
+    assert "prompt 0: " in refused
+    assert "those before it" not in refused
+    refused = kvstore("pin", kvstore.tokens("p.jsonl", prompt(1), prompt(3)), code=2).stderr
+    assert "prompt 1: " in refused
+    assert "those before it are pinned" in refused
 
 
 def test_a_pin_of_another_tenant_s_stays(kvstore: Command, client: Client) -> None:
     store(client, NAMESPACE, 3)
     done = kvstore.json("pin", kvstore.tokens("p.jsonl", prompt(3)))
     number = str(done["pins"][0]["id"])
-    assert kvstore.json("unpin", number, "--tenant", "b")["not_found"] == [int(number)]
+    assert kvstore.json("unpin", number, "--tenant", "b", code=1)["not_found"] == [int(number)]
     assert client.stats()["pins"] == 1
 
 
@@ -226,6 +255,9 @@ def test_requests_are_recorded_until_there_are_enough(kvstore: Command, client: 
     plan = kvstore.json("plan", str(trace), "--policy", "lru", "--percent", "100")
     assert plan["unique_blocks"] == 2
     assert "exists: give another name" in kvstore("record", str(trace), code=2).stderr
+    nowhere = str(tmp_path / "nowhere" / "mine.jsonl")
+    said = kvstore("record", nowhere, "--for", "1s", code=2).stderr
+    assert f"{nowhere} can't be written: No such file or directory; name another file" in said
     nothing = kvstore("record", str(tmp_path / "none.jsonl"), "--for", "0").stdout
     assert nothing.startswith("0 requests of 0 different blocks are in ")
 

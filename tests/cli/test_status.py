@@ -43,7 +43,8 @@ def test_values_for_people(name: str, value: float | str, text: str) -> None:
 
 DRAM_ONLY: dict[str, float | str] = {
     "server_version": "9.9", "policy": "lru", "uptime_s": 3661.5, "sessions": 2.0, "blocks": 7.0,
-    "dram_used_bytes": 1 << 20, "dram_capacity_bytes": 4 << 20, "dram_huge_pages_note": "", "dram_memory_failure": "",
+    "dram_used_bytes": 1 << 20, "dram_capacity_bytes": 4 << 20, "dram_huge_pages_note": "", "dram_isolation": "client",
+    "dram_memory_failure": "",
 }  # fmt: skip
 
 

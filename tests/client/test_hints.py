@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from kvstore import Hints
 from kvstore.client import Client, NamespaceHandle
+from kvstore.client.prompts import DEFAULT_ROOT
 from kvstore.clock import ManualClock
 from kvstore.errors import BadInputError
-from kvstore.types import KVSpec, Namespace
+from kvstore.types import KVSpec, Namespace, Root
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.framing import Method
 
@@ -119,6 +120,14 @@ def test_an_ended_session_makes_room_first(ns: NamespaceHandle, client: Client) 
             ns.end_session(wrong)  # type: ignore[arg-type]
     with pytest.raises(BadInputError, match="session_id is empty"):
         client._session.call(Method.END_SESSION, pb.EndSessionRequest(namespace=ns.ensure_open()), pb.EndSessionReply)
+
+
+def test_a_session_is_ended_below_its_root_only(ns: NamespaceHandle) -> None:
+    root = Root(salt="secret", lora="adapter")
+    ns.put(tokens_of(3), blocks_of(3), root=root, hints=Hints(session_id="s"))
+    others = (DEFAULT_ROOT, Root(salt="secret"), Root(lora="adapter"), Root(salt="guess", lora="adapter"))
+    assert [ns.end_session("s", other) for other in others] == [0] * 4
+    assert ns.end_session("s", root) == 3
 
 
 def test_what_is_known_can_be_looked_at(ns: NamespaceHandle) -> None:

@@ -26,6 +26,7 @@ def test_everything_at_once_leaves_pythons_own_names_alone() -> None:
     [
         ("transformers", "torch", "needs torch, which is not installed: pip install '.[transformers]' in a checkout"),
         ("transformers", "transformers", "needs transformers, which is not installed: pip install '.[transformers]'"),
+        ("attention", "torch", "needs torch, which is not installed: pip install '.[torch]' in a checkout"),
         ("vllm", "torch", "which is not installed: install kvstored (pip install . in a checkout) where vLLM is"),
         ("vllm", "vllm", "which is not installed: install kvstored (pip install . in a checkout) where vLLM is"),
     ],

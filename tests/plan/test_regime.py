@@ -92,7 +92,16 @@ def test_it_says_why_not_the_others() -> None:
     assert "not zero-copy: each byte is read 50 times" in words
     assert "not staged by kernel: not measured" in words
     assert "not recompute: the engine's prefill rate is unknown" in words
-    assert "pieces of 2.0 MiB at 25 GB/s" in words
+    assert "pieces of 2.0 MiB over the link at 25 GB/s" in words
+    assert "on the device" not in words
+
+
+def test_what_reading_on_the_device_takes_is_told_apart_from_the_link() -> None:
+    case = Case(1 << 30, 2 * MIB, reads_per_byte=256)
+    (told, *_) = Advisor(calibration(PCIE), Facts(gpu_gb_per_s=2.0)).recommend(case).reasons
+    assert told.endswith("GB/s; 137 s of it to read each byte 256 times on the device")
+    in_place = Advisor(calibration({Way.ZERO_COPY: PCIE[Way.ZERO_COPY]}), Facts(coherent=True)).recommend(case)
+    assert in_place.reasons[0].endswith("GB/s, each byte 256 times")
 
 
 def test_who_shares_the_link_is_said_where_it_is_used() -> None:

@@ -10,10 +10,12 @@ from kvstore.prefix_index.admission import outlasting
 from kvstore.prefix_index.block_table import NVME
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.policies import make_policy
+from kvstore.prefix_index.policies.hazard import HazardPolicy
 from kvstore.prefix_index.policy import Use
 from kvstore.prefix_index.rows import RowPath
 
 ROOT = b"r" * 16
+MARGIN = HazardPolicy.margin
 
 
 def store(index: PrefixIndex, name: int, n: int, priority: int) -> np.ndarray:
@@ -33,14 +35,25 @@ def test_what_stays_out_is_what_would_have_gone(seed: int) -> None:
     for short in (1, 4, 10):
         kept = outlasting(index, new, short, NVME)
         all_ids = index.table.alive()
-        lowest = all_ids[np.argsort(index.rank(all_ids, NVME), kind="stable")][:short]
+        ranks = index.rank(all_ids, NVME) + np.where(np.isin(all_ids, new), MARGIN, 0.0)
+        lowest = all_ids[np.argsort(ranks, kind="stable")][:short]
         assert kept.tolist() == [block for block in new.tolist() if block not in lowest]
 
 
 def test_with_room_and_under_other_policies_all_may_come() -> None:
     for name in ("hazard", "lru"):
         index = PrefixIndex(make_policy(name), nvme=True)
-        index.add_nvme(store(index, 1, 4, 0), np.zeros(4, np.int64))
+        index.add_nvme(store(index, 1, 4, 100), np.zeros(4, np.int64))
         new = store(index, 2, 4, -100)
         assert outlasting(index, new, 0, NVME).tolist() == new.tolist()
         assert outlasting(index, new, 2, NVME).tolist() == (new.tolist() if name == "lru" else new[:2].tolist())
+
+
+def test_what_is_worth_but_little_less_comes_in() -> None:
+    index = PrefixIndex(make_policy("hazard"), nvme=True)
+    old = store(index, 1, 4, 0)
+    index.add_nvme(old, np.zeros(4, np.int64))
+    new = store(index, 2, 4, -75)
+    below = float((index.rank(old, NVME)[:1] - index.rank(new, NVME)[:1])[0])
+    assert 0 < below < MARGIN
+    assert outlasting(index, new, 2, NVME).tolist() == new.tolist()

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from google.protobuf.message import Message
 
 from kvstore.config import LogOptions
 from kvstore.errors import BadInputError
@@ -17,8 +18,19 @@ from kvstore.server.handlers import Reply
 from kvstore.server.monitor import Monitor
 from kvstore.server.session import Session
 from kvstore.server.waits import checked_wait_s, wait_for
+from kvstore.wire import faults
 from kvstore.wire import kvstore_pb2 as pb
-from kvstore.wire.framing import FLAG_ERROR, FLAG_NO_REPLY, FLAG_REPLY, HEADER, HEADER_BYTES, Method, decode, encode
+from kvstore.wire.framing import (
+    FLAG_ERROR,
+    FLAG_NO_REPLY,
+    FLAG_REPLY,
+    HEADER,
+    HEADER_BYTES,
+    MAX_PAYLOAD_BYTES,
+    Method,
+    decode,
+    encode,
+)
 
 WAIT_S = 20.0
 
@@ -32,6 +44,7 @@ class Served:
         for sock in (self.ours, theirs):
             sock.setblocking(False)
         self.slow = slow
+        self.at_once: Message = pb.UnpinReply(found=True)
         self.after = 0
         self.monitor = Monitor(self.loop, LogOptions(), lambda: ({}, {}))
         self.closed = asyncio.Event()
@@ -50,7 +63,7 @@ class Served:
     def _dispatch(self, _connection: Connection, method: int, _payload: bytes) -> Reply | Awaitable[Reply]:
         if method == Method.PREFETCH:
             return self.slow()
-        return Reply(pb.UnpinReply(found=True))
+        return Reply(self.at_once)
 
     async def send(self, method: int, request_id: int, message: Any, flags: int = 0) -> None:
         await self.loop.sock_sendall(self.ours, encode(method, flags, request_id, message))
@@ -111,6 +124,28 @@ def test_frames_behind_a_slow_answer_wait_for_it() -> None:
         assert decode(pb.PrefetchReply, payload).n_blocks == 7
         assert (await it.receive())[1] == 3
         assert it.after == 4  # each request, and the slow one once more when it was answered
+        it.connection.close()
+        it.ours.close()
+
+    served(body)
+
+
+def test_who_asked_for_more_than_a_frame_holds_is_told() -> None:
+    async def body() -> None:
+        async def slow() -> Reply:
+            return Reply(pb.RecordReply(keys=bytes(MAX_PAYLOAD_BYTES)))
+
+        it = Served(slow)
+        it.at_once = pb.RecordReply(keys=bytes(MAX_PAYLOAD_BYTES))
+        for request_id, method in ((1, Method.RECORD), (2, Method.PREFETCH)):
+            await it.send(method, request_id, pb.RecordRequest())
+            flags, answered, payload = await it.receive()
+            assert (flags, answered) == (FLAG_REPLY | FLAG_ERROR, request_id)
+            with pytest.raises(BadInputError, match="message has 67108869 bytes; the most is 67108864"):
+                raise faults.to_exception(decode(pb.Error, payload))
+        it.at_once = pb.RecordReply()
+        await it.send(Method.RECORD, 3, pb.RecordRequest())
+        assert (await it.receive())[:2] == (FLAG_REPLY, 3)
         it.connection.close()
         it.ours.close()
 

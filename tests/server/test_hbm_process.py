@@ -261,7 +261,14 @@ def test_without_an_hbm_tier_there_is_nothing_to_use(client: Client) -> None:
         client.use_hbm(device)
     namespace = client.open(Namespace("m", KVSpec.opaque(BLOCK_TOKENS, BLOCK_BYTES)))
     namespace.put(prompt(1), content(1))
-    with namespace.lease(prompt(1), hbm=True) as lease:
+    with pytest.raises(BadInputError, match="call use_hbm first"):
+        namespace.lease(prompt(1), hbm=True)
+    with namespace.lease(prompt(1)) as lease:
         assert len(lease) == 4
         assert not len(lease.hbm)
     device.close()
+
+
+def test_what_is_no_device_is_said(path: str) -> None:
+    with Client(path) as client, pytest.raises(BadInputError, match="'cuda:0' is no device: give an open one"):
+        client.use_hbm("cuda:0")  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ from kvstore.client import Client
 from kvstore.client.recording import RecordedRequest, RequestsLost
 from kvstore.errors import UnavailableError
 from kvstore.hints import Hints
+from kvstore.prefix_index.rows import RowPath
+from kvstore.server import record_handlers
 from kvstore.store import request_log
-from kvstore.types import KVSpec, Namespace, Root
+from kvstore.store.request_log import REQUEST_BLOCKS_MAX
+from kvstore.types import MAX_BLOCK_TOKENS, KVSpec, Namespace, Root, RowKind
 
 BLOCK_BYTES = 4096
 DaemonFactory = Callable[..., Any]
@@ -100,6 +104,55 @@ def test_a_restart_and_losses_are_told(start_daemon: DaemonFactory, monkeypatch:
         assert recording.poll() == [RequestsLost(None)]
         ask(client, [4])
         assert len(requests_of(recording.poll())) == 1
+
+
+def test_what_is_too_long_to_record_is_lost_and_the_rest_is_a_trace(client: Client, tmp_path: Path) -> None:
+    space = Namespace("m", KVSpec.opaque(MAX_BLOCK_TOKENS, BLOCK_BYTES), row_kind=RowKind.HASHES, hash_bytes=8)
+    handle = client.open(space)
+    recording = handle.record()
+    hashes = np.arange(REQUEST_BLOCKS_MAX + 1, dtype=np.uint64).view(np.uint8).reshape(-1, 8)
+    handle.lease(hashes)
+    handle.lease(hashes[:-1])
+    seen: list[RecordedRequest | RequestsLost] = []
+    while len(seen) < 2:
+        seen += recording.poll()
+    assert seen[0] == RequestsLost(1)
+    (longest,) = requests_of(seen[1:])
+    assert (longest.n_tokens, len(longest.keys)) == (1 << 30, REQUEST_BLOCKS_MAX)
+    path = tmp_path / "mine.jsonl"
+    path.write_text(TraceLines(MAX_BLOCK_TOKENS).line(longest))
+    assert load_trace(path).input_lengths.tolist() == [1 << 30]
+
+
+def test_a_reply_is_short_and_the_next_goes_on(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_handlers, "REQUESTS_PER_REPLY_MAX", 3)
+    monkeypatch.setattr(record_handlers, "BLOCKS_PER_REPLY_MAX", 100)
+    recording = client.open(namespace()).record()
+    ask(client, *([i] for i in range(5)), list(range(1000)), [7])
+    replies: list[int] = []
+    while sum(replies) < 7:
+        reply = recording._ask()
+        recording._take(reply)
+        replies.append(len(reply.types))
+    assert replies == [3, 2, 1, 1]
+    assert recording.poll() == []
+
+
+def test_a_long_prompt_that_is_recorded_keeps_nobody_waiting(client: Client) -> None:
+    """What is not recorded with the lookup follows without any further request."""
+    handle = client.open(namespace())
+    recording = handle.record()
+    prompt = np.arange(4 * REQUEST_BLOCKS_MAX, dtype=np.uint32)
+    handle.lease(prompt)
+    first = recording.poll()
+    deadline_s = time.monotonic() + 20.0
+    while not first:
+        assert time.monotonic() < deadline_s
+        first = recording.poll()
+    (found,) = requests_of(first)
+    root_key = Root().key(namespace().digest())
+    expected = RowPath.from_tokens(prompt, 4).keys(root_key).view(np.uint64)[:, 0]
+    assert np.array_equal(found.keys, expected)
 
 
 def test_a_trace_says_its_block_size_in_lines_of_json() -> None:

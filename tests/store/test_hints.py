@@ -361,6 +361,17 @@ def test_a_session_is_one_namespaces(rig: Rig) -> None:
     assert rig.store.end_session(rig.namespace().root_key("", ""), "s") == 2
 
 
+def test_a_session_is_one_roots(rig: Rig) -> None:
+    secret = rig.prompt([1, 2, 3, 4], salt="secret")._replace(hints=Hints(session_id="s"))
+    rig.put(ALICE, secret)
+    rig.put(ALICE, rig.prompt([1, 2])._replace(hints=Hints(session_id="s")))
+    space = rig.namespace()
+    assert rig.store.end_session(space.root_key("", ""), "s") == 1
+    assert rig.store.end_session(space.root_key("", "lora"), "s") == 0
+    assert known(rig, secret) == [{"session_id": "s"}] * 2
+    assert rig.store.end_session(space.root_key("secret", ""), "s") == 2
+
+
 def test_sessions_and_kinds_are_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hint_columns, "SESSIONS_MAX", 3)
     monkeypatch.setattr(hint_columns, "REQUEST_TYPES_MAX", 2)

@@ -7,13 +7,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvstore.errors import BadInputError
 from kvstore.hints import Hints
+from kvstore.prefix_index.rows import RowPath
 from kvstore.store import request_log
-from kvstore.store.request_log import IDLE_S, Requests
+from kvstore.store.request_log import (
+    AGAIN_S,
+    IDLE_S,
+    SLICE_BLOCKS,
+    SLICE_BYTES,
+    TENANT_NAMESPACES_MAX,
+    RequestLog,
+    Requests,
+)
 from kvstore.store.requests import Prompt
-from tests.store.rig import Rig
+from kvstore.types import KVSpec
+from tests.store.rig import KIB, Rig
 from tests.store.two_tier import TwoTierRig
 
 ALICE, BOB = 1, 2
@@ -90,8 +101,8 @@ def test_too_many_are_lost_and_counted(rig: Rig, monkeypatch: pytest.MonkeyPatch
         (0, 1, 8),
         (0, 0, 8),
     ]
-    look(rig, rig.rows(30, 9))
-    assert len(recorded(rig, 8, most=4).requests) == 1
+    look(rig, rig.rows(8, 9))
+    assert len(recorded(rig, 8, most=4).requests) == 1, "one at least"
 
 
 def test_a_request_that_waits_for_its_blocks_counts_once(two_tiers: Callable[..., TwoTierRig]) -> None:
@@ -122,3 +133,141 @@ def test_not_too_many_namespaces_at_once(rig: Rig, monkeypatch: pytest.MonkeyPat
     watch(rig, revision="1")
     with pytest.raises(BadInputError, match="requests of 2 namespaces are recorded already"):
         watch(rig, revision="3")
+
+
+def test_a_tenant_leaves_places_to_others(rig: Rig) -> None:
+    for i in range(TENANT_NAMESPACES_MAX):
+        watch(rig, revision=str(i))
+    with pytest.raises(BadInputError, match="requests of 4 namespaces of tenant 'default' are recorded already"):
+        watch(rig, revision="one more")
+    watch(rig, tenant="other")
+    rig.clock.advance(IDLE_S + 1)
+    rig.store.tick()
+    watch(rig, revision="one more")
+
+
+def keyed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Rows and bytes that keys are computed of, call by call."""
+    calls: list[tuple[int, int]] = []
+    chain = RowPath.chain
+
+    def counted(self: RowPath, parent: bytes, first_row: int, end_row: int) -> NDArray[np.uint8]:
+        calls.append((end_row - first_row, (end_row - first_row) * self.row_bytes))
+        return chain(self, parent, first_row, end_row)
+
+    monkeypatch.setattr(RowPath, "chain", counted)
+    return calls
+
+
+@pytest.mark.parametrize(("block_tokens", "n_rows"), [(1, 5 * SLICE_BLOCKS + 7), (4096, 100)])
+def test_keys_of_a_long_prompt_are_computed_in_slices(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, block_tokens: int, n_rows: int
+) -> None:
+    space = rig.namespace(spec=KVSpec.opaque(block_tokens, 4 * KIB))
+    rig.store.requests.watched(space, rig.clock.now_s())
+    prompt = rig.prompt(np.arange(n_rows * block_tokens - (block_tokens > 1)).tolist(), space)
+    whole = prompt.path.keys(prompt.root_key).view(np.uint64)[:, 0].copy()
+    rig.put(ALICE, prompt, n_blocks=2)
+    prompt = rig.prompt(np.arange(n_rows * block_tokens - (block_tokens > 1)).tolist(), space)
+    calls = keyed(monkeypatch)
+    rig.store.requests.note(BOB, prompt, rig.store.match(prompt).ids, rig.clock.now_s(), asks_again=False)
+    look(rig, rig.rows(1, 7, namespace=space))
+    steps = 1
+    while rig.store.has_work:
+        assert rig.store.requests.last_seq(space.ordinal) == 0
+        rig.store.pump()
+        steps += 1
+    assert steps >= max(n_rows / SLICE_BLOCKS, n_rows * block_tokens * 4 / SLICE_BYTES)
+    assert all(rows <= SLICE_BLOCKS and n_bytes <= SLICE_BYTES for rows, n_bytes in calls)
+    first, second = rig.store.requests.after(space.ordinal, 0, 1 << 20).requests
+    assert np.array_equal(first.keys, whole)
+    assert (len(second.keys), second.n_tokens) == (1, block_tokens)
+
+
+def test_rows_larger_than_a_slice_come_one_by_one(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_log, "SLICE_BYTES", 4)
+    watch(rig)
+    calls = keyed(monkeypatch)
+    prompt = rig.rows(5, 1)
+    rig.store.requests.note(BOB, prompt, np.empty(0, np.intp), rig.clock.now_s(), asks_again=False)
+    for n in range(1, 5):
+        assert calls == [(1, 8)] * n
+        assert rig.store.has_work
+        rig.store.pump()
+    assert not rig.store.has_work
+    assert np.array_equal(recorded(rig).requests[0].keys, prompt.path.keys(prompt.root_key).view(np.uint64)[:, 0])
+
+
+def test_what_is_too_long_is_lost_and_what_is_kept_holds_no_more_than_its_keys(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_log, "REQUEST_BLOCKS_MAX", 10)
+    watch(rig)
+    for n_rows in (11, 10, 500, 1, 12):
+        look(rig, rig.rows(n_rows, n_rows))
+    came = recorded(rig)
+    assert [len(each.keys) for each in came.requests] == [10, 1]
+    assert (came.n_lost, came.next_seq, came.gap) == (3, 5, False)
+    assert [each.keys.base for each in came.requests] == [None, None]
+    one = rig.store.requests.after(rig.namespace().ordinal, 0, 1 << 20, 1)
+    assert (len(one.requests), one.n_lost, one.next_seq) == (1, 1, 2)
+    assert recorded(rig, 2) == Requests(came.requests[1:], 5, 2, gap=False)
+    assert recorded(rig, 5) == Requests([], 5, 0, gap=False)
+
+
+def test_requests_that_wait_for_their_keys_are_bounded_for_each_namespace(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_log, "UNFINISHED_BYTES_MAX", 5 << 19)
+    other = rig.namespace(revision="other")
+    watch(rig)
+    watch(rig, revision="other")
+    for tag in range(4):
+        look(rig, rig.rows(2000, tag))
+    look(rig, rig.rows(1, 9, namespace=other))
+    assert rig.store.requests.last_seq(rig.namespace().ordinal) == 2, "two are lost by now, and none is finished"
+    while rig.store.has_work:
+        rig.store.pump()
+    came = recorded(rig)
+    assert (len(came.requests), came.n_lost + came.next_seq) == (2, 2 + 4)
+    assert len(rig.store.requests.after(other.ordinal, 0, 100).requests) == 1
+    look(rig, rig.rows(2000, 5))
+    while rig.store.has_work:
+        rig.store.pump()
+    assert len(recorded(rig, 4).requests) == 1, "there is room again"
+
+
+def test_times_go_on_when_the_wall_clock_steps_back() -> None:
+    rig = Rig()
+    wall_s = [1e9]
+    rig.store.requests = RequestLog(rig.store.index, lambda: wall_s[0])
+    watch(rig)
+    for tag in range(4):
+        rig.clock.advance(60.0)
+        wall_s[0] -= 3600
+        look(rig, rig.rows(1, tag))
+    assert [each.time_s for each in recorded(rig).requests] == [1e9 + 60, 1e9 + 120, 1e9 + 180, 1e9 + 240]
+    rig.close()
+
+
+def test_a_request_that_was_given_up_hides_no_later_one(rig: Rig) -> None:
+    watch(rig)
+    prompt, nothing = rig.rows(2, 1), np.empty(0, np.intp)
+
+    def note(*, asks_again: bool) -> int:
+        rig.store.requests.note(BOB, prompt, nothing, rig.clock.now_s(), asks_again=asks_again)
+        return rig.store.requests.last_seq(rig.namespace().ordinal)
+
+    assert note(asks_again=True) == 1
+    rig.clock.advance(AGAIN_S / 2)
+    assert note(asks_again=True) == 1
+    rig.clock.advance(AGAIN_S + 1)
+    assert note(asks_again=False) == 2
+
+
+def test_a_session_below_another_root_is_another_one(rig: Rig) -> None:
+    watch(rig)
+    for salt in ("", "x", ""):
+        look(rig, rig.prompt([1, 2], salt=salt)._replace(hints=Hints(session_id="s")))
+    first, other, again = (each.session for each in recorded(rig).requests)
+    assert first == again != other

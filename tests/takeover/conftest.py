@@ -57,12 +57,13 @@ class Life:
         region_bytes: int = 16 * PAGE,
         keeper: Keeper | None = None,
         serve: bool = True,
+        unsealed: bool = False,
     ) -> None:
         self.keeper = keeper or Keeper(Path("/nowhere"), "me", 1.0, "life", None)
         self.estate = estate
         self.tier = DramTier(
             capacity_bytes, region_bytes, 4 * PAGE, prefault=False, ledger=self.keeper,
-            former=estate.former if estate is not None else None,
+            former=estate.former if estate is not None else None, unsealed=unsealed,
         )  # fmt: skip
         self.index = PrefixIndex(make_policy("lru"), reserve_blocks=64)
         self.n_adopted = 0

@@ -42,6 +42,18 @@ def test_blocks_are_found_again_with_their_bytes_in_place(lives: Lives) -> None:
             Mapping(region.fd, region.size_bytes, writable=True)
 
 
+@pytest.mark.parametrize("unsealed", [False, True])
+def test_what_was_left_unsealed_is_sealed_and_found_again(lives: Lives, unsealed: bool) -> None:
+    old = lives(unsealed=True)
+    slots = old.put(old.client(1), path(100, 5))
+    Mapping(old.tier.region(int(slots[0]) >> 20).fd, PAGE, writable=True)
+    new = lives(old, unsealed=unsealed)
+    assert new.found(path(100, 5)) == 5
+    for region in new.tier.regions.values():
+        with pytest.raises(PermissionError):
+            Mapping(region.fd, region.size_bytes, writable=True)
+
+
 def test_what_was_not_committed_is_seen_by_nobody(lives: Lives) -> None:
     old = lives()
     writer = old.client(1)

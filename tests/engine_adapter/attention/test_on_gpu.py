@@ -13,6 +13,8 @@ from kvstore.engine_adapter.attention import decode_attention
 from kvstore.errors import DeviceError
 from tests.engine_adapter.attention.scenes import Bytes, Memory, Scene, make_scene
 
+pytestmark = pytest.mark.cuda
+
 LATENT: dict[str, Any] = {"kv_heads": 1, "key_dim": 576, "latent_value_dim": 512}
 
 

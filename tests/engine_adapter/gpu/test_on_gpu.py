@@ -20,6 +20,9 @@ from tests.engine_adapter.gpu.test_leases import BLOCK_BYTES, N, content, opened
 from tests.engine_adapter.paged_engines import DENSE, DIM, HEADS, LAYERS, PAGES, handle_for
 
 
+pytestmark = pytest.mark.cuda
+
+
 @pytest.fixture
 def mover(client: Client) -> Iterator[DeviceMover]:
     try:

@@ -151,6 +151,7 @@ def _small_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were millions of blocks."""
     monkeypatch.setattr(evictor_module, "_SNAPSHOT_MIN", 4)
     monkeypatch.setattr(evictor_module, "_CHUNK", 2)
+    monkeypatch.setattr(evictor_module, "_RANKED_LATER_MIN", 8)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -13,6 +13,7 @@ from kvstore.bench.generate import ConversationOptions, generate_trace
 from kvstore.bench.simulate import HitCounts, simulate
 from kvstore.bench.trace import Trace, TraceRequest
 from kvstore.hints import Hints
+from kvstore.prefix_index import evictor as evictor_module
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.policies.hazard import HazardPolicy
 from kvstore.prefix_index.policies.hazard_refit import RefitInChild
@@ -183,6 +184,18 @@ def test_it_learns_what_is_used_once() -> None:
 def test_the_same_trace_gives_the_same_hits() -> None:
     trace = agents(3)
     assert hits(trace, 10.0) == hits(trace, 10.0)
+
+
+@pytest.mark.parametrize("nvme_percent", [0, 20])
+def test_ranks_that_are_asked_for_later_are_those_of_the_look(nvme_percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = agents(3)
+
+    def run(ranked_later_min: int) -> HitCounts:
+        monkeypatch.setattr(evictor_module, "_RANKED_LATER_MIN", ranked_later_min)
+        nvme_blocks = trace.unique_blocks * nvme_percent // 100 or None
+        return simulate(trace, "hazard", trace.unique_blocks // 20, nvme_blocks)
+
+    assert run(1 << 30) == run(1)
 
 
 # Hints --------------------------------------------------------------------------------------------
