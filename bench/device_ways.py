@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.device.copy_kernels import COPY_BLOCKS
 from kvstore.device.seam import Device
+from kvstore.engine_adapter.gpu.block_counts import measure_blocks
 from kvstore.engine_adapter.gpu.kernel_copies import KernelCopies, move_pieces, read_in_place
 from kvstore.errors import DeviceError
 from kvstore.plan.bandwidth import REPEATS, SIZES, TOTAL_BYTES, BandwidthTable, copy_movers, measure
@@ -39,10 +41,22 @@ def effort_for(device: Device) -> Effort:
     return Effort() if device.facts.kind == "cuda" else SMALL
 
 
-def measure_ways(device: Device, effort: Effort) -> BandwidthTable:
-    """The table of a device by all ways; those with kernels are absent where kernels can't be had. Blocks."""
+def measure_block_counts(device: Device, effort: Effort) -> dict[int, float]:
+    """GB/s of small pieces by a kernel's number of thread blocks; empty where kernels can't be had. Blocks."""
+    if _kernels_missing(device):
+        return {}
+    piece_bytes = min(effort.sizes)
+    with KernelCopies(device, effort.total_bytes // piece_bytes, _TABLES) as kernels:
+        return measure_blocks(device, kernels, piece_bytes, effort.total_bytes, effort.repeats)
+
+
+def measure_ways(device: Device, effort: Effort, blocks: int = COPY_BLOCKS) -> BandwidthTable:
+    """The table of a device by all ways; those with kernels are absent where kernels can't be had. Blocks.
+
+    ``blocks``: with so many thread blocks a kernel stages.
+    """
     absent = {way: why for way in (Way.KERNEL, Way.ZERO_COPY) if (why := _kernels_missing(device))}
-    with _movers(device, effort, with_kernels=not absent) as movers:
+    with _movers(device, effort, blocks if not absent else 0) as movers:
         return measure(
             device, movers, sizes=effort.sizes, total_bytes=effort.total_bytes, repeats=effort.repeats, absent=absent
         )
@@ -103,9 +117,11 @@ def _kernels_missing(device: Device) -> str:
 
 
 @contextmanager
-def _movers(device: Device, effort: Effort, *, with_kernels: bool) -> Iterator[dict[Way, Mover]]:
+def _movers(device: Device, effort: Effort, blocks: int) -> Iterator[dict[Way, Mover]]:
+    """Without kernels if these have no blocks."""
     found = copy_movers(device)
     with KernelCopies(device, effort.total_bytes // min(effort.sizes), _TABLES) as kernels:
-        if with_kernels:
-            found |= {Way.KERNEL: partial(move_pieces, kernels), Way.ZERO_COPY: partial(read_in_place, kernels)}
+        if blocks:
+            staged = partial(move_pieces, kernels, blocks=blocks)
+            found |= {Way.KERNEL: staged, Way.ZERO_COPY: partial(read_in_place, kernels)}
         yield found

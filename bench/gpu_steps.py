@@ -22,11 +22,20 @@ import numpy as np
 from kvstore import __version__
 from kvstore.bench import gpu_arena, gpu_kernels
 from kvstore.bench.device_packages import installed_packages
-from kvstore.bench.device_ways import SMALL, effort_for, figures, measure_own_gb_per_s, measure_ways
+from kvstore.bench.device_ways import (
+    SMALL,
+    effort_for,
+    figures,
+    measure_block_counts,
+    measure_own_gb_per_s,
+    measure_ways,
+)
 from kvstore.bench.gpu_arena import Leased
 from kvstore.bench.gpus_together import measure_all
 from kvstore.device import Device, PinnedBuffer, open_device
+from kvstore.device.copy_kernels import COPY_BLOCKS
 from kvstore.device.cuda import gpus
+from kvstore.engine_adapter.gpu.block_counts import fewest_blocks
 from kvstore.errors import DeviceError, IntegrityError, KVStoreError
 from kvstore.plan.links import read_links
 
@@ -62,8 +71,12 @@ def bandwidth(request: Request) -> Result:
     """Every way at every size, both ways round, beside the largest copies."""
     with _opened(request) as device:
         effort = effort_for(device)
-        table = measure_ways(device, effort)
+        counts = measure_block_counts(device, effort)
+        blocks = fewest_blocks(counts) if counts else COPY_BLOCKS
+        table = measure_ways(device, effort, blocks)
         return {
+            "kernel_blocks": blocks,
+            "gb_per_s_by_kernel_blocks": {str(n): rate for n, rate in counts.items()},
             "link_gb_per_s": {str(direction): table.link_gb_per_s(direction) for direction, _ in table.curves},
             "own_gb_per_s": measure_own_gb_per_s(device, effort),
             "rows": figures(table),

@@ -25,9 +25,9 @@ from kvstore.bench.workload import Workload
 from kvstore.client import Client
 from kvstore.compression.frame import FrameLayout
 from kvstore.errors import BadInputError
-from kvstore.tiers.nvme.tier import NvmeTier
+from kvstore.tiers.nvme.layout import Geometry
 
-__all__ = ["ReplayOptions", "ReplayResult", "counts_dict", "replay"]
+__all__ = ["ReplayOptions", "ReplayResult", "counts_dict", "nvme_blocks_of", "replay"]
 
 COMEBACK_S_MAX = 120.0
 
@@ -103,7 +103,7 @@ def _merge(
     bytes_read = sum(r.bytes_read for r in results)
     bytes_written = sum(r.bytes_written for r in results)
     tiers = _tiers(stats)
-    nvme_blocks = _nvme_blocks(workload, options.block_bytes, stats)
+    nvme_blocks = nvme_blocks_of(workload, options.block_bytes, stats)
     tiers["dram"] |= {
         "block_hits": counts.dram_block_hits,
         "bytes_read": bytes_read - (counts.nvme_block_hits + counts.hbm_block_hits) * options.block_bytes,
@@ -173,14 +173,14 @@ def _hbm_blocks(block_bytes: int, stats: dict[str, Any]) -> int | None:
     return int(stats["hbm_capacity_bytes"]) // work.dram_capacity_bytes(1, block_bytes)
 
 
-def _nvme_blocks(workload: Workload, block_bytes: int, stats: dict[str, Any]) -> int | None:
+def nvme_blocks_of(workload: Workload, block_bytes: int, stats: dict[str, Any]) -> int | None:
     """Frames that the daemon's NVMe tier has room for: a little more than was asked for, as it is cut in segments, and
     its catalog has room for so many names."""
     if "nvme_live_capacity_bytes" not in stats:
         return None
     namespace = work.namespace(workload, block_bytes, "any")
     frame_bytes = FrameLayout.of(namespace.spec, namespace.row_bytes, namespace.digest()).frame_bytes
-    return NvmeTier.n_frames_in(int(stats["nvme_capacity_bytes"]), int(stats["nvme_segment_bytes"]), frame_bytes)
+    return Geometry(int(stats["nvme_capacity_bytes"]), int(stats["nvme_segment_bytes"])).n_frames(frame_bytes)
 
 
 def _rate(n_bytes: int, busy_s: float, clients: int) -> float:

@@ -214,7 +214,7 @@ class PagedStore:
                 return
             job.complete(ahead=1)
         job.complete()
-        if not all([prefix.vouched() for prefix in found]):
+        if not all(prefix.vouched() for prefix in found):
             self.counters.add("unvouched_reads")
             job.finish("the daemon's HBM ended, or a slot changed, while it was read")
             return

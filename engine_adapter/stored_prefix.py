@@ -116,7 +116,7 @@ class StoredPrefix:
         not of a hybrid namespace.
         """
         more: dict[str, Any] = {"root": root, "extras": extras, "wait": wait}
-        above = {"hbm": True} if hbm and isinstance(handle, NamespaceHandle) else {}
+        above: dict[str, Any] = {"hbm": True} if hbm and isinstance(handle, NamespaceHandle) else {}
 
         def ask(n_tokens: int) -> Found:
             with handle.lease(tokens[:n_tokens], **more, **above) as lease:
@@ -190,8 +190,10 @@ class StoredPrefix:
             part.cut(-(-n_tokens // self._layout.block_tokens))
 
     def _have_tail(self) -> None:
-        """Have the bytes of a last block that is needed in part only, or end before it. It may be in HBM only: then this
-        blocks for another round trip, and for what lies on NVMe."""
+        """Have the bytes of a last block that is needed in part only, or end before it.
+
+        It may be in HBM only: then this blocks for another round trip, and for what lies on NVMe.
+        """
         whole, inside = divmod(self.n_tokens, self._layout.block_tokens)
         if not inside or self._parts[0].blocks[whole] is not None:
             return

@@ -20,15 +20,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from kvstore import Client
 from kvstore.bench import real_models
 from kvstore.cli.daemon_process import own_daemon
 from kvstore.config import default_socket_path
+from kvstore.engine_adapter.needs import needs
 from kvstore.engine_adapter.transformers import KVStoreCache
 from kvstore.errors import BadInputError, KVStoreError
+
+with needs("this example", ("torch", "transformers"), "pip install '.[transformers]' in a checkout of kvstored"):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
 QUESTIONS = ("What does the statement do?", "When is the else clause executed?", "Give an example.")
 

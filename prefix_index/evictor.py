@@ -6,6 +6,9 @@ to the bound nothing is missing, so that merging the two gives the policy's exac
 checked when they come up: a block that was touched, pinned or extended meanwhile is passed over, it will
 be found again behind the bound or was entered anew. A new snapshot looks at the whole table and is paid
 for by the entries used up since the last one.
+
+Ranks that move with time are those of the last look. Of many blocks only the leaves are ranked then; NaN stands for the
+rank of the others, which is worked out, as of that moment, when it is first asked for.
 """
 
 from __future__ import annotations

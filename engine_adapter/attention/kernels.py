@@ -98,7 +98,8 @@ def decode_split(
         n_tiles += n_sink_tiles
     per_split = tl.cdiv(n_tiles, n_splits)
 
-    most = tl.full([block_heads], float("-inf"), tl.float32)
+    # Finite, as all logits of a tile may be minus infinity: they weigh nothing.
+    most = tl.full([block_heads], -3.0e38, tl.float32)
     total = tl.zeros([block_heads], tl.float32)
     output = tl.zeros([block_heads, block_value], tl.float32)
     for tile in range(split * per_split, tl.minimum((split + 1) * per_split, n_tiles)):
@@ -129,11 +130,9 @@ def decode_split(
                 value_rows = tl.multiple_of(value_rows, 16)
             values = _load(value_rows, value_at, value_dim, is_visible, as_float32)
 
-        # Logits of visible tokens may be minus infinity, too, all of a tile's: they weigh nothing.
         raised = tl.maximum(most, tl.max(logits, 1))
-        base = tl.where(raised == float("-inf"), 0.0, raised)
-        faded = tl.exp2(most - base)
-        weights = tl.exp2(logits - base[:, None])
+        faded = tl.exp2(most - raised)
+        weights = tl.exp2(logits - raised[:, None])
         most = raised
         total = total * faded + tl.sum(weights, 1)
         output = output * faded[:, None]
@@ -146,7 +145,7 @@ def decode_split(
 
     divisor = tl.where(total > 0, total, 1.0)
     output = output / divisor[:, None]
-    lse = (most + tl.log2(divisor)) * 0.6931471805599453
+    lse = tl.where(total > 0, (most + tl.log2(divisor)) * 0.6931471805599453, float("-inf"))
     n_requests = tl.num_programs(0)
     row = (split.to(tl.int64) * n_requests + request) * (kv_heads * group) + head
     tl.store(lses + row, lse, mask=is_head)

@@ -35,7 +35,8 @@ def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> Part[Array]:
     """The parts as one: outputs [..., value_dim] and lses [...] of equal shapes, torch tensors or numpy arrays.
 
     Computed in the type that they have, on the device where they are, without waiting for it; parts that weigh nothing,
-    as those without tokens do, leave nothing of their output, not even NaN. A learned sink (a logit for each head that takes weight and gives no value) is a part with zeros for
+    as those without tokens do, leave nothing of their output, not even NaN.
+    A learned sink (a logit for each head that takes weight and gives no value) is a part with zeros for
     output and that logit for lse. Raises BadInputError for no parts, and for shapes that don't fit.
     """
     _check(outputs, lses)

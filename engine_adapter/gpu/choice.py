@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
+from kvstore.device.copy_kernels import COPY_BLOCKS
 from kvstore.device.seam import Device
+from kvstore.engine_adapter.gpu.block_counts import fewest_blocks, measure_blocks
 from kvstore.engine_adapter.gpu.kernel_copies import KernelCopies, measure_spread, move_pieces, read_in_place
 from kvstore.plan.bandwidth import SIZES, TOTAL_BYTES, BandwidthTable, copy_movers, make_curve
 from kvstore.plan.bandwidth import measure as measure_bandwidth
@@ -37,11 +39,14 @@ WAYS = {Route.DIRECT: Way.BATCH, Route.KERNEL: Way.KERNEL, Route.STAGED: Way.BAT
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The routes' costs. ``spread_gb_per_s``: see ``SPREAD_GB_PER_S``. ``only``: those that are taken by choice."""
+    """The routes' costs. ``spread_gb_per_s``: see ``SPREAD_GB_PER_S``. ``only``: those that are taken by choice.
+    ``copy_blocks``: with so many thread blocks kernels copy over the link.
+    """
 
     calibration: Calibration
     spread_gb_per_s: float = SPREAD_GB_PER_S
     only: Sequence[Route] = tuple(Route)
+    copy_blocks: int = COPY_BLOCKS
 
     def expected_s(self, route: Route, direction: Direction, n_bytes: int, n_runs: int, n_spans: int) -> float:
         """Seconds for ``n_runs`` runs that are ``n_spans`` contiguous spans of host memory."""
@@ -66,10 +71,13 @@ def measure(
 ) -> Choice:
     """Costs as measured on a device; blocks for some seconds, and uses memory as ``plan.bandwidth.measure`` does."""
     with KernelCopies(device, total_bytes // min(sizes), 1) as kernels:
-        by_kernel = {Way.KERNEL: partial(move_pieces, kernels), Way.ZERO_COPY: partial(read_in_place, kernels)}
+        blocks = fewest_blocks(measure_blocks(device, kernels, min(sizes), total_bytes, repeats))
+        move = partial(move_pieces, kernels, blocks=blocks)
+        by_kernel = {Way.KERNEL: move, Way.ZERO_COPY: partial(read_in_place, kernels)}
         movers: dict[Way, Mover] = {**copy_movers(device), **by_kernel}
         table = measure_bandwidth(device, movers, sizes=sizes, total_bytes=total_bytes, repeats=repeats)
-        return Choice(Calibration(table), measure_spread(device, kernels, min(sizes), total_bytes, repeats))
+        spread_gb_per_s = measure_spread(device, kernels, min(sizes), total_bytes, repeats)
+        return Choice(Calibration(table), spread_gb_per_s, copy_blocks=blocks)
 
 
 def unmeasured() -> Choice:

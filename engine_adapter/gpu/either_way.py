@@ -11,9 +11,8 @@ from kvstore.client import Lease
 from kvstore.engine_adapter.gpu.copies import ALIGNMENT_BYTES
 from kvstore.engine_adapter.gpu.mover import DeviceMover
 from kvstore.engine_adapter.gpu.staged import StagedMoves
-from kvstore.engine_adapter.gpu.zero_copy import REGISTER_S_MAX, ZeroCopyReader
+from kvstore.engine_adapter.gpu.zero_copy import REGISTER_S_MAX, ZeroCopyReader, leased_blocks
 from kvstore.engine_adapter.moving import Copy
-from kvstore.engine_adapter.parts import held_of
 from kvstore.engine_adapter.runs import Runs
 from kvstore.errors import DeviceError
 from kvstore.plan.regime import Action, Case
@@ -102,19 +101,17 @@ class BlockReader:
         """The blocks of a lease (of one part of them) for kernels that read each byte so often while it is open.
 
         They are brought into ``room``, after all that ``stream`` was given until now, or stay where they lie: see
-        ``DeviceMover.recommend``. What can't be read in place is brought if there is room for it, and the other way
-        round. Blocks up to ``timeout_s`` for regions to be registered. Raises EndedError if the lease has ended,
-        DeviceError if neither can be done.
+        ``DeviceMover.recommend``, which is asked of those that are not in HBM. What can't be read in place is brought
+        if there is room for it, and the other way round. Blocks up to ``timeout_s`` for regions to be registered.
+        Raises EndedError if the lease has ended, DeviceError if neither can be done.
         """
-        held = held_of(lease, part)
-        here = held.addresses
-        sizes = np.array([held[i].nbytes for i in range(len(held))], np.uint64)
+        here, sizes, in_dram, _, _ = leased_blocks(lease, part, self._mover.device)
         behind = np.cumsum(-(-sizes.astype(np.int64) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
         has_room = not len(sizes) or int(behind[-1]) <= room.size_bytes
-        n_bytes = int(sizes.sum())
+        n_bytes = int(sizes[in_dram].sum())
         case = Case(n_bytes, max(n_bytes // max(len(sizes), 1), 1), reads_per_byte, n_bytes if has_room else 0)
-        option = self._mover.recommend(case).option
-        if not has_room or (option is not None and option.action is Action.ZERO_COPY):
+        option = self._mover.recommend(case).option if n_bytes else None
+        if not has_room or not n_bytes or (option is not None and option.action is Action.ZERO_COPY):
             try:
                 pointers = self._in_place.open(lease, part, timeout_s=timeout_s)
             except DeviceError:

@@ -79,11 +79,11 @@ class KernelCopies:
         self.close()
 
 
-def move_pieces(kernels: KernelCopies, pieces: Pieces, stream: int) -> None:
+def move_pieces(kernels: KernelCopies, pieces: Pieces, stream: int, blocks: int = COPY_BLOCKS) -> None:
     """A ``plan.ways.Mover``, with its tables."""
     to, come_from = kernel_ends(pieces)
     sizes = np.full(len(to), pieces.piece_bytes, np.uint64)
-    kernels.copy(to, come_from, sizes, stream, blocks=COPY_BLOCKS)
+    kernels.copy(to, come_from, sizes, stream, blocks=blocks)
 
 
 def read_in_place(kernels: KernelCopies, pieces: Pieces, stream: int) -> None:

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import native
-from kvstore.device.copy_kernels import COPY_BLOCKS
 from kvstore.device.seam import Device
 from kvstore.engine_adapter.counters import SharedCounters
 from kvstore.engine_adapter.gpu.choice import Choice, Route
@@ -133,7 +132,7 @@ class Lane:
         elif route is Route.KERNEL:
             seen = replace(copies, host=mapped)
             for piece in given.while_going(seen.pieces(GIVEN_BYTES_MAX, self._sizes.table_runs)):
-                self._by_kernel(piece.host, piece.device, piece.sizes, COPY_BLOCKS)
+                self._by_kernel(piece.host, piece.device, piece.sizes, self._choice.copy_blocks)
         else:
             self._staged(copies, self._have_staging(), given)
 

@@ -68,8 +68,10 @@ class StagedMoves:
         self._in_hbm.add((held,))
 
     def hold(self, lease: Lease, n_parts: int = 1) -> None:
-        """Keep the blocks of a lease, also those in HBM, and ask it at the end. Raises EndedError if its right has ended
-        already."""
+        """Keep the blocks of a lease, also those in HBM, and ask it at the end.
+
+        Raises EndedError if its right has ended already.
+        """
         if len(lease.hbm):
             self.keep_hbm(lease.hold_hbm())
         for part in range(n_parts):

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from kvstore.client.lease import Loan
 
+Bytes = NDArray[np.uint8]
+
 REGISTER_S_MAX = 5.0
 """How long ``open`` waits for regions that are being registered."""
 
@@ -41,21 +43,11 @@ class ZeroCopyReader:
     def open(self, lease: Lease, part: int = 0, *, timeout_s: float = REGISTER_S_MAX) -> Pointers:
         """Where the blocks of a lease (of one part of them) lie for kernels: in HBM, those that are there.
 
-        Blocks until the regions of the others are registered. Raises EndedError if the lease has ended, DeviceError with
-        the reason if the device can't reach all of them: read them staged then.
+        Blocks until the regions of the others are registered. Raises EndedError if the lease has ended, DeviceError
+        with the reason if the device can't reach all of them: read them staged then.
         """
-        held = held_of(lease, part)
-        # Addresses first: a remote client fetches all blocks at once then.
-        here = held.addresses
-        in_hbm = self._in_hbm(lease)
-        in_dram = np.ones(len(held), np.bool_)
-        addresses, sizes = here.copy(), np.empty(len(held), np.uint64)
-        if in_hbm is not None:
-            in_dram[in_hbm.at] = False
-            addresses[in_hbm.at], sizes[in_hbm.at] = in_hbm.addresses, in_hbm.block_bytes
-        views = [held[i] for i in np.flatnonzero(in_dram).tolist()]
-        sizes[in_dram] = [view.nbytes for view in views]
-        use = self._pinned.use_all(here[in_dram], sizes[in_dram], time.monotonic() + timeout_s)
+        addresses, sizes, in_dram, views, in_hbm = leased_blocks(lease, part, self._device)
+        use = self._pinned.use_all(addresses[in_dram], sizes[in_dram], time.monotonic() + timeout_s)
         try:
             addresses[in_dram] = use.mapped
             loan = lease.lend([*views, in_hbm] if in_hbm is not None else views)
@@ -68,9 +60,33 @@ class ZeroCopyReader:
         """Wait for the pointers that are closed after events."""
         self._after.close()
 
-    def _in_hbm(self, lease: Lease) -> HbmHeld | None:
-        """Those blocks of a lease that this device has in its own memory."""
-        return lease.hold_hbm() if len(lease.hbm) and lease.hbm.device is self._device else None
+
+class LeasedBlocks(NamedTuple):
+    """Address and bytes of each block, uint64 [n]: the host's where ``in_dram``, bool [n], else the device's.
+
+    ``views`` are the arrays over those in DRAM, ``in_hbm`` holds the others.
+    """
+
+    addresses: NDArray[np.uint64]
+    sizes: NDArray[np.uint64]
+    in_dram: NDArray[np.bool_]
+    views: list[Bytes]
+    in_hbm: HbmHeld | None
+
+
+def leased_blocks(lease: Lease, part: int, device: Device) -> LeasedBlocks:
+    """Where the blocks of a lease (of one part of it) lie. Raises EndedError if it has ended."""
+    held = held_of(lease, part)
+    # Addresses first: a remote client fetches all blocks at once then.
+    addresses = held.addresses.copy()
+    in_hbm = lease.hold_hbm() if len(lease.hbm) and lease.hbm.device is device else None
+    in_dram, sizes = np.ones(len(held), np.bool_), np.empty(len(held), np.uint64)
+    if in_hbm is not None:
+        in_dram[in_hbm.at] = False
+        addresses[in_hbm.at], sizes[in_hbm.at] = in_hbm.addresses, in_hbm.block_bytes
+    views = [held[i] for i in np.flatnonzero(in_dram).tolist()]
+    sizes[in_dram] = [view.nbytes for view in views]
+    return LeasedBlocks(addresses, sizes, in_dram, views, in_hbm)
 
 
 class Places(NamedTuple):

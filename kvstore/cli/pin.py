@@ -20,6 +20,8 @@ from kvstore.errors import BadInputError
 
 LONGEST_S = 1e9
 """More than any daemon grants: it gives the longest life it has."""
+ANSWER_S = 1.0
+"""So much of what was granted may be over when the answer is here."""
 
 
 @click.command(short_help="Keep what is stored of prompts from being evicted.")
@@ -90,7 +92,7 @@ def _show(client: Client, pinned: Sequence[Pinned], first: int, ttl_s: float | N
     for number, each in enumerate(pinned, first):
         what = f"pin {each.id}: {each.n_blocks:,} blocks for {each.ttl_s:,.0f} s" if each.id else "nothing is stored"
         click.echo(f"prompt {number}: {what}")
-    if ttl_s is not None and any(each.id and each.ttl_s < ttl_s for each in pinned):
+    if ttl_s is not None and any(each.id and each.ttl_s < ttl_s - ANSWER_S for each in pinned):
         click.echo(f"not for the {ttl_s:,.0f} s asked for: the daemon's pins.max (--pin-max) allows no more")
     click.echo(_in_words(client))
 

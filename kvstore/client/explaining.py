@@ -33,7 +33,8 @@ class Explanation:
     """How far a prompt can be used now, and why no further.
 
     ``n_blocks`` whole blocks and ``partial_tokens`` more tokens can be used; the first ``n_dram_blocks`` at once,
-    ``n_nvme_blocks`` are on NVMe only. Number ``block`` is the first that is missing, and ``reason`` why: ``stored``
+    ``n_nvme_blocks`` are on NVMe and not in DRAM, ``n_hbm_blocks`` have a copy in HBM, too. Number ``block`` is the
+    first that is missing, and ``reason`` why: ``stored``
     (none is), ``being_written``, ``evicted``, ``unwanted`` (evicted after a request said it was not used again),
     ``expired``, ``corrupt``, ``cleared``, ``no_room`` (not stored: the tier was full of blocks in use), ``quota`` (or
     its tenant's part of it was), ``too_large`` or ``too_long``, ``declined`` by the policy, ``generated`` (not to
@@ -58,6 +59,7 @@ class Explanation:
     partial_tokens: int
     n_dram_blocks: int
     n_nvme_blocks: int
+    n_hbm_blocks: int
     block: int | None
     reason: str
     tier: str
@@ -117,6 +119,7 @@ def _explanation(reply: pb.ExplainReply) -> Explanation:
         partial_tokens=reply.partial_tokens,
         n_dram_blocks=reply.n_dram_blocks,
         n_nvme_blocks=reply.n_nvme_blocks,
+        n_hbm_blocks=reply.n_hbm_blocks,
         block=None if reply.reason == "stored" else reply.block,
         reason=reply.reason,
         tier=reply.tier,

@@ -171,8 +171,8 @@ class DaemonConfig:
             )
         if self.hbm.is_simulated and self.dram_bytes + self.hbm.capacity_bytes > physical_bytes:
             raise ConfigError(
-                f"a simulated device is made of this machine's memory, and {format_size(self.hbm.capacity_bytes)} of it "
-                f"beside {format_size(self.dram_bytes)} of DRAM do not fit {format_size(physical_bytes)}: lower --hbm",
+                f"a simulated device is made of this machine's memory, and {format_size(self.hbm.capacity_bytes)} of "
+                f"it beside {format_size(self.dram_bytes)} DRAM don't fit {format_size(physical_bytes)}: lower --hbm",
                 ("hbm.capacity_bytes", "dram_bytes"),
             )
         if self.region_bytes and not MIB <= self.region_bytes <= 4 * GIB:

@@ -110,7 +110,7 @@ def write_table(given: Any) -> Any:
 
 def table_names(text: str, field: str) -> set[str]:
     """The tenants that a table names. ``field``: which of ``TenantOptions``. Raises ConfigError for no table."""
-    return set(_table(text, field, str))
+    return set(_table(text, field, lambda _: 0))
 
 
 def _table(text: str, field: str, read: Callable[[str], ValueT]) -> dict[str, ValueT]:

@@ -51,6 +51,7 @@ class ExplainHandlers:
             partial_tokens=told.partial_tokens,
             n_dram_blocks=told.n_in_dram,
             n_nvme_blocks=told.n_on_nvme,
+            n_hbm_blocks=told.n_in_hbm,
             block=told.block,
             reason=told.reason,
             lines=self._words.lines(prompt, told),

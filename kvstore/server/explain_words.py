@@ -184,6 +184,8 @@ def _hit(prompt: Prompt, told: Explained) -> str:
     where = ""
     if told.n_hit:
         where = f": {told.n_hit - told.n_on_nvme} in DRAM, {told.n_on_nvme} on NVMe only"
+        if told.n_in_hbm:
+            where += f"; {told.n_in_hbm} of all have a copy in HBM"
     return f"{told.n_hit} of {n_rows} blocks can be used{partly}{where}"
 
 

@@ -16,7 +16,7 @@ COMPARED_BYTES_MAX = 4 << 20
 """Of prompts, for one question: a million tokens. What would take more is not looked at."""
 GLANCE_BYTES = 256
 """Of the block itself, looked at before all that is before it."""
-_EXTRA_BYTES = 2048
+_EXTRA_BYTES = 512
 """What comparing the extra keys of one block counts as: it takes as long."""
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.facts import NearRoot
-from kvstore.prefix_index.block_table import DRAM
+from kvstore.prefix_index.block_table import DRAM, HBM
 from kvstore.prefix_index.explain import Explanation
 from kvstore.prefix_index.history import Departure, Left
 from kvstore.prefix_index.keys import part_key
@@ -65,7 +65,8 @@ class Explained:
     """What can be used of a prompt, and what became of the first block that can't.
 
     ``n_hit`` leading blocks can be used, the first ``n_in_dram`` of them without waiting; ``n_on_nvme`` are on NVMe
-    only. ``groups``: of a hybrid namespace, those of which the block's part is missing, not the block itself.
+    and not in DRAM, ``n_in_hbm`` in HBM, too. ``groups``: of a hybrid namespace, those of which the block's part is
+    missing, not the block itself.
     ``cleared_ago_s``: since the namespace was cleared last, with ``n_cleared`` blocks in it.
     """
 
@@ -81,6 +82,7 @@ class Explained:
     missing: Counter[Reason] = field(default_factory=Counter)
     cleared_ago_s: float | None = None
     n_cleared: int = 0
+    n_in_hbm: int = 0
     namespaces: list[NearNamespace] = field(default_factory=list)
     roots: list[NearRoot] = field(default_factory=list)
 
@@ -103,6 +105,7 @@ class Explainer:
             min(n_in_dram, store.hybrid_in_dram(prompt)) if prompt.namespace.parts else n_in_dram,
             int(np.count_nonzero(~in_dram)), len(hit.ids), State.STORED,
         )  # fmt: skip
+        told.n_in_hbm = int(np.count_nonzero(index.resident(hit.ids, HBM))) if store.hbm is not None else 0
         cleared = store.last_clears.get(prompt.namespace.ordinal)
         if cleared is not None:
             told.cleared_ago_s, told.n_cleared = store.clock.now_s() - cleared.at_s, cleared.n_blocks

@@ -42,7 +42,8 @@ UNFINISHED_BYTES_MAX = 16 << 20
 """Memory of a namespace's requests whose keys are not computed yet; further ones are lost."""
 SLICE_BLOCKS = 512
 SLICE_BYTES = 256 << 10
-"""Keys are computed for so many blocks, or of so many bytes of prompt, at a time: up to half a millisecond."""
+"""Keys are computed for so many blocks, or of so many bytes of prompt, at a time: half a millisecond, or somewhat more
+than one where extra keys cover every block."""
 AGAIN_MAX = 1024
 """Requests of which it is known that they will be asked again."""
 AGAIN_S = 10.0
@@ -184,8 +185,8 @@ class RequestLog:
     def note(self, session_id: int, prompt: Prompt, ids: At, now_s: float, *, asks_again: bool) -> None:
         """A prompt was looked up, whose leading blocks ``ids`` are stored.
 
-        ``asks_again``: blocks are on their way, so that the caller may ask for the same once more. Takes half a
-        millisecond at most; of a long prompt the rest follows with ``work``.
+        ``asks_again``: blocks are on their way, so that the caller may ask for the same once more. Computes one slice
+        of keys at most; of a long prompt the rest follows with ``work``.
         """
         recording = self._of.get(prompt.namespace.ordinal)
         path = prompt.path
@@ -213,7 +214,7 @@ class RequestLog:
             self.work()
 
     def work(self) -> None:
-        """Compute some of the keys that requests lack, oldest first; up to half a millisecond."""
+        """Compute one slice of the keys that requests lack, oldest first."""
         left = SLICE_BLOCKS
         while self._unfinished and left > 0:
             first = self._unfinished[0]

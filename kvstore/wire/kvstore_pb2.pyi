@@ -800,7 +800,7 @@ class MissingBlocks(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., n: _Optional[int] = ...) -> None: ...
 
 class ExplainReply(_message.Message):
-    __slots__ = ("n_rows", "n_blocks", "partial_tokens", "n_dram_blocks", "n_nvme_blocks", "block", "reason", "lines", "advice", "tier", "policy", "left_ago_s", "unused_s", "unwritten", "groups", "missing", "differs_at_token", "here_token", "stored_token", "content", "namespaces", "roots", "remembered_s", "forgot", "cleared_ago_s", "n_cleared_blocks")
+    __slots__ = ("n_rows", "n_blocks", "partial_tokens", "n_dram_blocks", "n_nvme_blocks", "block", "reason", "lines", "advice", "tier", "policy", "left_ago_s", "unused_s", "unwritten", "groups", "missing", "differs_at_token", "here_token", "stored_token", "content", "namespaces", "roots", "remembered_s", "forgot", "cleared_ago_s", "n_cleared_blocks", "n_hbm_blocks")
     N_ROWS_FIELD_NUMBER: _ClassVar[int]
     N_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -827,6 +827,7 @@ class ExplainReply(_message.Message):
     FORGOT_FIELD_NUMBER: _ClassVar[int]
     CLEARED_AGO_S_FIELD_NUMBER: _ClassVar[int]
     N_CLEARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    N_HBM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     n_rows: int
     n_blocks: int
     partial_tokens: int
@@ -853,7 +854,8 @@ class ExplainReply(_message.Message):
     forgot: bool
     cleared_ago_s: float
     n_cleared_blocks: int
-    def __init__(self, n_rows: _Optional[int] = ..., n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., n_dram_blocks: _Optional[int] = ..., n_nvme_blocks: _Optional[int] = ..., block: _Optional[int] = ..., reason: _Optional[str] = ..., lines: _Optional[_Iterable[str]] = ..., advice: _Optional[_Iterable[str]] = ..., tier: _Optional[str] = ..., policy: _Optional[str] = ..., left_ago_s: _Optional[float] = ..., unused_s: _Optional[float] = ..., unwritten: _Optional[str] = ..., groups: _Optional[_Iterable[int]] = ..., missing: _Optional[_Iterable[_Union[MissingBlocks, _Mapping]]] = ..., differs_at_token: _Optional[int] = ..., here_token: _Optional[int] = ..., stored_token: _Optional[int] = ..., content: _Optional[str] = ..., namespaces: _Optional[_Iterable[_Union[NearNamespace, _Mapping]]] = ..., roots: _Optional[_Iterable[_Union[NearRoot, _Mapping]]] = ..., remembered_s: _Optional[float] = ..., forgot: bool = ..., cleared_ago_s: _Optional[float] = ..., n_cleared_blocks: _Optional[int] = ...) -> None: ...
+    n_hbm_blocks: int
+    def __init__(self, n_rows: _Optional[int] = ..., n_blocks: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., n_dram_blocks: _Optional[int] = ..., n_nvme_blocks: _Optional[int] = ..., block: _Optional[int] = ..., reason: _Optional[str] = ..., lines: _Optional[_Iterable[str]] = ..., advice: _Optional[_Iterable[str]] = ..., tier: _Optional[str] = ..., policy: _Optional[str] = ..., left_ago_s: _Optional[float] = ..., unused_s: _Optional[float] = ..., unwritten: _Optional[str] = ..., groups: _Optional[_Iterable[int]] = ..., missing: _Optional[_Iterable[_Union[MissingBlocks, _Mapping]]] = ..., differs_at_token: _Optional[int] = ..., here_token: _Optional[int] = ..., stored_token: _Optional[int] = ..., content: _Optional[str] = ..., namespaces: _Optional[_Iterable[_Union[NearNamespace, _Mapping]]] = ..., roots: _Optional[_Iterable[_Union[NearRoot, _Mapping]]] = ..., remembered_s: _Optional[float] = ..., forgot: bool = ..., cleared_ago_s: _Optional[float] = ..., n_cleared_blocks: _Optional[int] = ..., n_hbm_blocks: _Optional[int] = ...) -> None: ...
 
 class ClaimsRequest(_message.Message):
     __slots__ = ("all_tenants",)

@@ -52,7 +52,7 @@ class HazardPolicy(EvictionPolicy):
     moves = True
     weighs = True
     margin = 1.0
-    """Ranks are logarithms of worth."""
+    """Ranks are logarithms of worth: what promises a third of what the first to go does is kept out of a tier below."""
 
     def __init__(self, refit: Learner | None = None) -> None:
         self._refit = refit if refit is not None else RefitHere()

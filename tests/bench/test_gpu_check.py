@@ -38,6 +38,7 @@ def test_facts_rates_the_daemons_memory_and_another_process(tmp_path: Path) -> N
     figures = {name: each["figures"] for name, each in found["steps"].items()}
     assert figures["facts"]["device"]["kind"] == "simulated"
     assert {row["way"] for row in figures["bandwidth"]["rows"]} >= {"copy", "batch"}
+    assert str(figures["bandwidth"]["kernel_blocks"]) in figures["bandwidth"]["gb_per_s_by_kernel_blocks"]
     assert figures["arena"]["registered_bytes"] >= figures["arena"]["bytes"] > 0
     assert [row["piece_bytes"] for row in figures["staged"]["rows"]] == [16 << 10, 64 << 10]
     assert figures["ipc"]["bytes"] > 0
@@ -134,7 +135,7 @@ def test_the_report_is_there_after_every_step(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(gpu_check, "_take", lambda name, *_: gpu_check._skipped(name))
     options = CheckOptions(device="simulated", steps=("facts", "ipc", "tests"), report=report)
     check(options, own_daemon, lambda _: seen.append(list(json.loads(report.read_text())["steps"])))
-    assert seen == [["facts"], ["facts", "ipc"], ["facts", "ipc", "tests"]]
+    assert seen == [["facts"], ["facts", "tests"], ["facts", "tests", "ipc"]]
 
 
 def test_when_the_time_is_over_steps_are_left_out(tmp_path: Path) -> None:
@@ -261,5 +262,5 @@ def test_a_rate_that_is_not_reached_fails_the_check(tmp_path: Path, monkeypatch:
 
 
 def test_unknown_steps_are_refused() -> None:
-    with pytest.raises(BadInputError, match="there are facts, bandwidth"):
+    with pytest.raises(BadInputError, match="there are facts, kernels"):
         CheckOptions(steps=("everything",))

@@ -90,7 +90,7 @@ def test_one_pass_gives_what_lru_hits_at_every_capacity(seed: int) -> None:
 
 
 def test_one_pass_gives_the_prefill_that_lru_saves() -> None:
-    trace, doubling = small_trace(0, 120, 3, 6), 700.0
+    trace, doubling = small_trace(0, 120, 3, 6), 1000.0
     curve, opt = LruCurve(trace, doubling), OptimalPolicy(trace, doubling)
     for capacity in (1, 5, 13, 40, trace.unique_blocks):
         simulated, found = simulate(trace, "lru", capacity, attention_doubling_tokens=doubling), curve.hits(capacity)

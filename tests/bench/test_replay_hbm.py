@@ -167,3 +167,17 @@ def test_the_command_replays_three_tiers() -> None:
     done = CliRunner().invoke(cli, ["replay", "--tiers", "hbm,ssd"])
     assert done.exit_code == 2
     assert "hbm,dram,nvme" in done.output
+
+
+def test_a_simulation_tells_of_each_tier_and_of_requests_that_there_are_not(tmp_path: Path) -> None:
+    trace = tmp_path / "few.jsonl"
+    line = {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}
+    trace.write_text(f"{json.dumps(line)}\n" * 4)
+    arguments = ["replay", str(trace), "--simulate", "--tiers", "hbm,dram,nvme", "--limit", "9"]
+    done = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "has 4 requests, fewer than --limit 9" in done.stderr
+    (hbm,) = [row for row in done.stdout.splitlines() if row.startswith("│ HBM")]
+    assert "room for 16 blocks; 0.5000 of the blocks found there" in hbm
+    assert "│ NVMe" in done.stdout
+    assert "fewer" not in CliRunner().invoke(cli, [*arguments[:-1], "4"], catch_exceptions=False).stderr

@@ -98,7 +98,7 @@ def test_options_that_do_not_go_together(capsys: pytest.CaptureFixture[str]) -> 
         (("--tenants", "2", "--simulate"), "leave out --clients, --tenants"),
         (("--tenants", "2", "--compare"), "--compare simulates one tenant"),
         (("--tenant-weights", "t1=2", "--connect", "x"), "leave out --tenant-weights"),
-        (("--tenants", "3", "--tenant-weights", "t9=2"), "--tenant-weights names tenant 't9'; --tenants 3 has t1 to t3"),
+        (("--tenants", "3", "--tenant-weights", "t9=2"), "names tenant 't9'; --tenants 3 has t1 to t3"),
         (("--tenants", "2", "--tenant-dram-max", "t1 1GiB"), "--tenant-dram-max has 't1 1GiB'"),
     ):
         code, _, err = run(capsys, *arguments)

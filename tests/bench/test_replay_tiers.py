@@ -14,14 +14,16 @@ import pytest
 from kvstore.bench import workload as work
 from kvstore.bench.generate import ConversationOptions, TokenTrace, generate_trace, to_trace
 from kvstore.bench.pictures import draw_hit_ratio
-from kvstore.bench.replay import ReplayOptions, ReplayResult, replay
+from kvstore.bench.replay import ReplayOptions, ReplayResult, nvme_blocks_of, replay
 from kvstore.bench.report import print_tables, replay_tables
 from kvstore.bench.simulate import HitCounts, simulate
 from kvstore.bench.simulation_report import run_simulation
 from kvstore.bench.trace import Trace
 from kvstore.bench.workload import Workload
 from kvstore.cli.nvme_place import room_for
+from kvstore.compression.frame import FrameLayout
 from kvstore.errors import BadInputError
+from kvstore.tiers.nvme.tier import NvmeTier
 
 CONVERSATIONS = ConversationOptions(
     sessions=40, mean_turns=3, system_tokens=400, mean_question_tokens=150, mean_answer_tokens=100, seed=5
@@ -124,6 +126,16 @@ def test_the_report_names_tiers_and_durability(
     report = run_simulation(hashes, chosen)
     draw_hit_ratio(tmp_path / "p.png", hashes, report, result)
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("block_bytes", [256, 64 << 10])
+def test_as_many_blocks_are_simulated_on_nvme_as_there_fit(hashes: Trace, tmp_path: Path, block_bytes: int) -> None:
+    """Of small blocks the catalog has room for fewer names than segments have for frames."""
+    namespace = work.namespace(hashes, block_bytes, "any")
+    frame_bytes = FrameLayout.of(namespace.spec, namespace.row_bytes, namespace.digest()).frame_bytes
+    with NvmeTier(tmp_path, 64 << 20, lambda _: None) as tier:
+        stats = {f"nvme_{name}": value for name, value in tier.stats().items()}
+        assert nvme_blocks_of(hashes, block_bytes, stats) == tier.free_slots(frame_bytes)
 
 
 def test_without_waiting_nothing_is_acknowledged(

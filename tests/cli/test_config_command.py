@@ -96,6 +96,8 @@ def test_check_judges_a_file_alone(tmp_path: Path) -> None:
             "--grpc-tls-cert '{here}/c' can't be used: No such file",
         ),
         ('[grpc]\ntoken_file = "{here}/file"', "--grpc-token-file needs --grpc-listen"),
+        ('[hbm]\ndevice = "gpu7"\ncapacity = "64MiB"', "k.toml, line 2"),
+        ('[hbm]\ndevice = "cuda:97"\ncapacity = "64MiB"', "--hbm-device cuda:97: "),
         ('[daemon]\nsocket = "{here}/s"\n[holder]\nsocket = "{here}/s"', "--socket and --holder are both"),
     ],
 )

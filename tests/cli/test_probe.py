@@ -100,6 +100,7 @@ def test_memory_that_cannot_be_registered_read_only_is_told() -> None:
     told = registration_facts(device)
     assert told["sealed"] is False
     assert "read-only" in told["reason"]
+    assert "--isolation tenant" in told["reason"]
     device.close()
 
 

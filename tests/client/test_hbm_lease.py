@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from kvstore.client import Client, NamespaceHandle
+from kvstore.device.pinned import PinnedBuffer
 from kvstore.device.simulated import SimulatedDevice
 from kvstore.errors import BadInputError, EndedError
-from tests.client.hbm_scene import HBM, N, WaitUntil, churn, content, opened, promoted
+from tests.client.hbm_scene import HBM, N, WaitUntil, churn, content, opened, promoted, prompt
 from tests.conftest import DaemonThread
 
 Start = Callable[..., DaemonThread]
@@ -38,8 +39,6 @@ def cache(daemon: DaemonThread, device: SimulatedDevice) -> Iterator[NamespaceHa
 
 def read(device: SimulatedDevice, addresses: Any) -> list[bytes]:
     """What lies there now."""
-    from kvstore.device.pinned import PinnedBuffer
-
     stream, found = device.stream(), []
     with PinnedBuffer(device, content(1).shape[1]) as buffer:
         for address in addresses.tolist():
@@ -97,3 +96,12 @@ def test_what_is_held_does_not_count_once_the_daemon_is_gone(
     assert held.vouched()
     daemon.stop()
     assert not held.vouched()
+
+
+def test_explain_says_what_is_in_hbm(cache: NamespaceHandle, wait_until: WaitUntil) -> None:
+    cache.put(prompt(3), content(3))
+    assert cache.explain(prompt(3)).n_hbm_blocks == 0
+    promoted(cache, 1, wait_until).release()
+    told = cache.explain(prompt(1))
+    assert (told.n_blocks, told.n_dram_blocks, told.n_hbm_blocks) == (N, N, N)
+    assert any(f"{N} of all have a copy in HBM" in line for line in told.lines)

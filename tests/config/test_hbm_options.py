@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,13 @@ def test_a_device_that_is_not_there_is_refused_by_name(
     with pytest.raises(ConfigError, match=says) as caught:
         make_store(config, ManualClock())
     assert caught.value.settings == ("hbm.device",)
+
+
+def test_a_simulated_device_has_to_fit_this_machine_beside_dram(tmp_path: Path) -> None:
+    physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    DaemonConfig(tmp_path / "s", dram_bytes=MIB, hbm=HbmOptions("cuda:0", physical_bytes))
+    with pytest.raises(ConfigError, match=r"made of this machine's memory.*lower --hbm"):
+        DaemonConfig(tmp_path / "s", dram_bytes=MIB, hbm=HbmOptions("simulated", physical_bytes))
 
 
 def test_a_daemon_inside_its_client_has_nobody_to_share_with() -> None:

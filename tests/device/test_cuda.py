@@ -70,7 +70,7 @@ open_device("cuda")
 @no_driver
 def test_a_missing_driver_is_said() -> None:
     for call in (lambda: open_device("cuda"), lambda: open_device("cuda:3"), cuda.gpus):
-        with pytest.raises(DeviceError, match="no NVIDIA driver.*`docker run --gpus all`"):
+        with pytest.raises(DeviceError, match=r"no NVIDIA driver.*`docker run --gpus all`"):
             call()
 
 

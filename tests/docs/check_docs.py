@@ -50,6 +50,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         socket_path = Path(folder) / "docs.sock"
         arguments = ["--dram", "64MiB", "--nvme-dir", str(Path(folder) / "nvme"), "--nvme", "64MiB"]
+        arguments += ["--hbm-device", "simulated", "--hbm", "16MiB"]
         with own_daemon(arguments, socket_path):
             commands = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
             environment = {**os.environ, "KVSTORE_SOCKET": str(socket_path), "PATH": commands}

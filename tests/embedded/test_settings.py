@@ -44,6 +44,7 @@ from tests.embedded.scene import NAMESPACE, NVME, SMALL, InUse
         ({"dram_bytes": 1 << 20}, "give dram"),
         ({"socket_path": "x"}, "give path"),
         ({"holder_path": "x"}, "kvstored"),
+        ({"hbm": "1GiB"}, "hbm is a setting of kvstored"),
         ({"write_policy": "back"}, "without an NVMe tier"),
         ({"policy": "fortune"}, "fortune"),
     ],

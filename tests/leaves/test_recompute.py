@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from kvstore.errors import BadInputError
-from kvstore.recompute import LEAST_DOUBLING_TOKENS, checked_doubling_tokens, doubling_tokens_of, mean_cost, prefill_cost
+from kvstore.recompute import (
+    LEAST_DOUBLING_TOKENS,
+    checked_doubling_tokens,
+    doubling_tokens_of,
+    mean_cost,
+    prefill_cost,
+)
 
 
 def test_the_cost_of_a_prompt_is_the_sum_over_its_tokens() -> None:

@@ -93,6 +93,7 @@ def test_a_hit_needs_no_more_words(client: Client) -> None:
     ns = client.open(NAMESPACE)
     ns.put(tokens(3), blocks(3))
     told = ns.explain(tokens(3))
+    assert "nothing, if the rest is new or shorter than a block" in ns.explain(tokens(4)).advice[0]
     assert (told.reason, told.block, told.missing, told.left_ago_s) == ("stored", None, {}, None)
     assert (told.lines, told.advice) == (("3 of 3 blocks can be used: 3 in DRAM, 0 on NVMe only",), ())
     assert ns.explain([]).reason == "stored"

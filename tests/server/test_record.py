@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from kvstore.hints import Hints
 from kvstore.prefix_index.rows import RowPath
 from kvstore.server import record_handlers
 from kvstore.store import request_log
-from kvstore.store.request_log import REQUEST_BLOCKS_MAX
+from kvstore.store.request_log import REQUEST_BLOCKS_MAX, SLICE_BLOCKS
 from kvstore.types import MAX_BLOCK_TOKENS, KVSpec, Namespace, Root, RowKind
 
 BLOCK_BYTES = 4096
@@ -138,18 +137,33 @@ def test_a_reply_is_short_and_the_next_goes_on(client: Client, monkeypatch: pyte
     assert recording.poll() == []
 
 
-def test_a_long_prompt_that_is_recorded_keeps_nobody_waiting(client: Client) -> None:
-    """What is not recorded with the lookup follows without any further request."""
-    handle = client.open(namespace())
-    recording = handle.record()
+def test_what_a_lookup_leaves_of_its_recording_follows_at_once(start_daemon: DaemonFactory, wait_until: Any) -> None:
+    """Slice by slice, without further requests, and not as rarely as the daemon ticks."""
+    daemon = start_daemon()
     prompt = np.arange(4 * REQUEST_BLOCKS_MAX, dtype=np.uint32)
-    handle.lease(prompt)
-    first = recording.poll()
-    deadline_s = time.monotonic() + 20.0
-    while not first:
-        assert time.monotonic() < deadline_s
-        first = recording.poll()
-    (found,) = requests_of(first)
+    works: list[str] = []
+
+    def counted(name: str, call: Callable[[], None]) -> Callable[[], None]:
+        def both() -> None:
+            works.append(name)
+            call()
+
+        return both
+
+    def count(the_daemon: Any) -> None:
+        store = the_daemon.store
+        store.tick = counted("tick", store.tick)
+        store.requests.work = counted("work", store.requests.work)
+
+    with Client(daemon.config.socket_path) as client:
+        handle = client.open(namespace())
+        recording = handle.record()
+        daemon.call(count)
+        handle.lease(prompt)
+        wait_until(lambda: not daemon.call(lambda d: d.store.requests.has_work), "all keys are computed")
+        slices = works[works.index("work") :]
+        (found,) = requests_of(recording.poll())
+    assert slices.count("work") >= REQUEST_BLOCKS_MAX / SLICE_BLOCKS > 2 * slices.count("tick")
     root_key = Root().key(namespace().digest())
     expected = RowPath.from_tokens(prompt, 4).keys(root_key).view(np.uint64)[:, 0]
     assert np.array_equal(found.keys, expected)

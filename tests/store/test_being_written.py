@@ -72,7 +72,7 @@ def test_more_than_a_bound_is_not_compared(
     wide: Rig, compared: list[int], monkeypatch: pytest.MonkeyPatch, with_extras: bool
 ) -> None:
     """The same block behind another beginning, many times over."""
-    monkeypatch.setattr(being_written, "COMPARED_BYTES_MAX", 300 if not with_extras else 300 + 3 * 2048)
+    monkeypatch.setattr(being_written, "COMPARED_BYTES_MAX", 300 if not with_extras else 300 + 3 * 512)
     extras = [picture(i, 2 * i) for i in range(1, 2)] if with_extras else []
     for i in range(6):
         start = [1000 + i, *range(1, 18)]

@@ -91,6 +91,23 @@ def test_a_block_on_nvme_and_in_hbm_is_served_without_reading_it(rig: ThreeTierR
     rig.store.check()
 
 
+def test_a_block_that_came_to_hbm_since_it_was_read_is_a_hit_once(rig: ThreeTierRig) -> None:
+    prompt = rig.rows(4, 1)
+    rig.put(1, prompt)
+    assert rig.persist(prompt) == 4
+    out_of_dram(rig, rig.store.index.match(prompt.root_key, prompt.path).ids)
+    load = rig.store.begin_load(prompt, reads_hbm=True)
+    assert load is not None
+    rig.settle()
+    rig.promote(prompt)
+    assert rig.in_hbm(prompt) == [True] * 4
+    counted = [rig.count(name) for name in ("hit_blocks_nvme", "hit_blocks_hbm")]
+    lease = rig.store.lease(1, prompt, load=load, reads_hbm=True)
+    rig.store.end_load(load)
+    assert (lease.n_blocks, lease.n_nvme) == (4, 0)
+    assert [rig.count(name) for name in ("hit_blocks_nvme", "hit_blocks_hbm")] == [counted[0], counted[1] + 4]
+
+
 def test_a_lease_may_be_of_blocks_in_every_tier(rig: ThreeTierRig) -> None:
     prompt = rig.rows(6, 1)
     rig.put(1, prompt)

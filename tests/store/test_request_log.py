@@ -146,6 +146,11 @@ def test_a_tenant_leaves_places_to_others(rig: Rig) -> None:
     watch(rig, revision="one more")
 
 
+def finish(rig: Rig) -> None:
+    while rig.store.has_work:
+        rig.store.pump()
+
+
 def keyed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Rows and bytes that keys are computed of, call by call."""
     calls: list[tuple[int, int]] = []
@@ -226,14 +231,12 @@ def test_requests_that_wait_for_their_keys_are_bounded_for_each_namespace(
         look(rig, rig.rows(2000, tag))
     look(rig, rig.rows(1, 9, namespace=other))
     assert rig.store.requests.last_seq(rig.namespace().ordinal) == 2, "two are lost by now, and none is finished"
-    while rig.store.has_work:
-        rig.store.pump()
+    finish(rig)
     came = recorded(rig)
     assert (len(came.requests), came.n_lost + came.next_seq) == (2, 2 + 4)
     assert len(rig.store.requests.after(other.ordinal, 0, 100).requests) == 1
     look(rig, rig.rows(2000, 5))
-    while rig.store.has_work:
-        rig.store.pump()
+    finish(rig)
     assert len(recorded(rig, 4).requests) == 1, "there is room again"
 
 

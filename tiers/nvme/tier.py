@@ -143,11 +143,6 @@ class NvmeTier:
         """A capacity, close to the smallest, in which ``live_bytes`` of frames of one size can be live."""
         return layout.capacity_for(live_bytes, frame_bytes)
 
-    @staticmethod
-    def n_frames_in(capacity_bytes: int, segment_bytes: int, frame_bytes: int) -> int:
-        """How many frames of one size can be live at once in a tier of this capacity with segments of this size."""
-        return layout.Geometry(capacity_bytes, segment_bytes).n_frames(frame_bytes)
-
     @property
     def may_write(self) -> bool:
         """False for a while after a write failed."""

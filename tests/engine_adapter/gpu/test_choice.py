@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvstore.clock import ManualClock
+from kvstore.engine_adapter.gpu.block_counts import BLOCK_COUNTS, fewest_blocks
 from kvstore.engine_adapter.gpu.choice import Choice, Route, measure, unmeasured
 from kvstore.engine_adapter.moving import Copy
 from kvstore.plan.bandwidth import BandwidthTable, make_curve
@@ -43,11 +44,41 @@ def test_what_is_observed_changes_the_route() -> None:
 
 def test_a_device_can_be_measured(on_device: Scene) -> None:
     choice = measure(on_device.device, sizes=(4096, 16384), total_bytes=32768, repeats=1)
+    assert choice.copy_blocks in BLOCK_COUNTS
     for direction in Direction:
         for route in Route:
             assert 0 < choice.expected_s(route, direction, 32768, 8, 2) < 60
     before = on_device.device._memory._used_bytes
     assert before == 0, "nothing is left behind"
+
+
+def test_as_few_blocks_as_keep_the_link_busy() -> None:
+    assert fewest_blocks({2: 24.0, 4: 25.0, 8: 24.9}) == 2
+    assert fewest_blocks({2: 60.0, 4: 118.0, 8: 230.0, 16: 330.0, 32: 340.0}) == 16
+    assert fewest_blocks({2: 60.0, 32: 50.0}) == 2
+
+
+@pytest.mark.parametrize("blocks", [2, 16])
+def test_kernels_copy_with_as_many_blocks_as_were_chosen(
+    on_device: Scene, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    grids: list[int] = []
+    launch = on_device.device.launch
+
+    def noted(kernel: str, grid: tuple[int, int, int], *more: object) -> None:
+        grids.append(grid[0])
+        launch(kernel, grid, *more)
+
+    monkeypatch.setattr(on_device.device, "launch", noted)
+    mapping = on_device.registered(region(4 * MIB))
+    there = on_device.device.malloc(4 * MIB)
+    costs = unmeasured().calibration
+    moves = on_device.reader(Choice(costs, only=(Route.KERNEL,), copy_blocks=blocks)).begin()
+    offsets = np.arange(16) << 18
+    moves.copy([Copy(runs_of(offsets, offsets, [1 << 18] * 16), there, mapping.address)])
+    moves.settle()
+    assert grids
+    assert max(grids) == blocks
 
 
 def test_reads_tell_the_calibration_what_they_took(on_device: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

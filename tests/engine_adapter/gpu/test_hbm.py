@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from kvstore.client import Client, NamespaceHandle
+from kvstore.device.pinned import PinnedBuffer
 from kvstore.engine_adapter.gpu.choice import Route
+from kvstore.engine_adapter.gpu.either_way import BlockReader, Room
 from kvstore.engine_adapter.gpu.mover import DeviceMover
 from kvstore.engine_adapter.gpu.zero_copy import ZeroCopyReader
 from kvstore.engine_adapter.paged import PagedStore, RowRequest
@@ -135,6 +137,10 @@ def test_a_row_in_hbm_and_on_nvme_only_is_loaded_and_can_be_continued(
     found = rows.store.find([RowRequest(ROW[:36])])
     assert found[0].n_tokens == 35
     assert rows.store.writer(RowRequest(ROW[:36]), found[0]).n_tokens == 35
+    tails = found[0].last_blocks()
+    with rows.handle.lease(ROW[:40], first_block=4) as lease:
+        assert tails is not None
+        assert [tail.tobytes() for tail in tails] == [lease[0].tobytes()]
     job = rows.store.load(found, rows.table, deadline_s=far())
     assert job.wait(far()), job.reason
     assert rows.same(35)
@@ -184,8 +190,6 @@ def given(mover: DeviceMover, lease: Any, there: int) -> Any:
 
 
 def came(gpu: DevicePlace, there: int) -> Any:
-    from kvstore.device.pinned import PinnedBuffer
-
     with PinnedBuffer(gpu.device, N * BLOCK_BYTES) as buffer:
         gpu._copy(buffer.address, there, N * BLOCK_BYTES)
         return buffer.array.copy().reshape(N, BLOCK_BYTES)
@@ -198,10 +202,13 @@ def test_a_copy_that_is_evicted_while_it_is_read_stays_until_it_was(
     cache = opened(client)
     there = gpu.device.malloc(N * BLOCK_BYTES)
     lease = promoted(cache, 1, wait_until)
-    moves = given(gpu.mover, lease, there)
+    moves = gpu.mover.loading()
+    moves.keep_hbm(lease.hold_hbm())
+    for i, address in enumerate(lease.hbm.addresses.tolist()):
+        moves.copy(one(there + i * BLOCK_BYTES, address, BLOCK_BYTES))
     lease.release()
     churn(cache, wait_until)
-    assert "the lease ended" in moves.finish()
+    assert moves.finish() == ""
     assert (came(gpu, there) == content(1)).all(), "the slots were held"
 
 
@@ -245,4 +252,28 @@ def test_kernels_are_given_what_is_in_either_memory(client: Client, gpu: DeviceP
         assert (pointers.addresses[:2] == lease.hbm.addresses).all()
         assert (pointers.addresses[2:] != lease.addresses[2:]).all(), "as the device sees registered memory"
         assert pointers.addresses.all()
+    reader.close()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_in_hbm_is_brought_only_with_blocks_that_are_not(
+    client: Client, gpu: DevicePlace, wait_until: WaitUntil, whole: bool
+) -> None:
+    cache = opened(client)
+    cache.put(prompt(1), content(1))
+    promoted(cache, 1, wait_until).release() if whole else in_hbm(cache, prompt(1)[:32], 2, wait_until).release()
+    reader = BlockReader(gpu.mover)
+    room = Room(gpu.device.malloc(N * BLOCK_BYTES), N * BLOCK_BYTES)
+    with cache.lease(prompt(1), hbm=True) as lease:
+        blocks = reader.open(lease, reads_per_byte=100, room=room)
+        assert (blocks.addresses.tolist() == lease.hbm.addresses.tolist()) == whole
+        there = gpu.device.malloc(N * BLOCK_BYTES)
+        stream = gpu.device.stream()
+        blocks.let_wait(stream)
+        for i, address in enumerate(blocks.addresses.tolist()):
+            gpu.device.copy(there + i * BLOCK_BYTES, address, BLOCK_BYTES, stream)
+        gpu.device.sync_stream(stream)
+        assert (came(gpu, there) == content(1)).all()
+        assert blocks.unchanged()
+        blocks.close()
     reader.close()

@@ -19,7 +19,6 @@ from tests.engine_adapter.gpu.scene import far, gpu
 from tests.engine_adapter.gpu.test_leases import BLOCK_BYTES, N, content, opened, prompt
 from tests.engine_adapter.paged_engines import DENSE, DIM, HEADS, LAYERS, PAGES, handle_for
 
-
 pytestmark = pytest.mark.cuda
 
 

@@ -46,7 +46,7 @@ def test_a_ring_whose_events_can_not_be_had_leaves_nothing(
     on_device: Scene, monkeypatch: pytest.MonkeyPatch, kind: Callable[[SimulatedDevice, int, int], Ring]
 ) -> None:
     device = on_device.device
-    event, made = device.event, []
+    event, made = device.event, list[int]()
     before = left(device)
 
     def fails() -> int:
