@@ -10,7 +10,8 @@ import click
 
 from kvstore.bench.generate import ConversationOptions
 from kvstore.bench.replay import ReplayOptions, replay
-from kvstore.bench.report import print_tables, progress_bar, replay_tables
+from kvstore.bench.replay_tables import replay_tables
+from kvstore.bench.report import print_tables, progress_bar
 from kvstore.cli.daemon_process import own_daemon
 from kvstore.cli.params import SIZE, socket_option
 from kvstore.errors import IntegrityError

@@ -15,7 +15,8 @@ from kvstore.bench import workload as work
 from kvstore.bench.generate import ConversationOptions
 from kvstore.bench.pictures import draw_hit_ratio
 from kvstore.bench.replay import ReplayOptions, ReplayResult, replay
-from kvstore.bench.report import prepare, print_tables, progress_bar, replay_tables, save, simulation_tables
+from kvstore.bench.replay_tables import replay_tables, simulation_tables
+from kvstore.bench.report import prepare, print_tables, progress_bar, save
 from kvstore.bench.simulate import HitCounts
 from kvstore.bench.simulate import simulate as simulate_hits
 from kvstore.bench.simulation_report import SimulationReport, run_simulation, simulation_steps

@@ -41,7 +41,8 @@ class HazardPolicy(EvictionPolicy):
     uses, and what is known of the request that used it last; learns that from what becomes of runs, also of those that
     have left the table, for as long as their blocks are remembered.
 
-    Before anything is learnt, and while LRU would have found more (``hazard_yardstick``), the order is leaf-first LRU.
+    Before anything is learnt, while LRU would have found more (``hazard_yardstick``), and while policy time has stood
+    still for as many requests as LRU would hold blocks of, so that ages tell nothing, the order is leaf-first LRU.
     ``refit``: how the model is brought up to date; by default at once, in the call that makes it due, so that equal
     calls give equal ranks. Ranks move with time; they come into force every 16 evictions or a 64th of a tier's blocks.
 
@@ -68,6 +69,7 @@ class HazardPolicy(EvictionPolicy):
         self._open: Recent[int, Opened] = Recent(_OPEN_REQUESTS)
         self._entering: Recent[bytes, Entering] = Recent(_OPEN_REQUESTS)
         self._n_requests = 0
+        self._moved_s, self._moved_at = -math.inf, 0
         self._fit_at = _FIRST_FIT
         self._lowest = _DEMOTED
         self._room_is_made = False
@@ -224,6 +226,11 @@ class HazardPolicy(EvictionPolicy):
     def _begin(self, use: Use) -> None:
         self._books.see(use)
         self._n_requests += 1
+        if self._books.now_s > self._moved_s:
+            self._moved_s, self._moved_at = self._books.now_s, self._n_requests
+
+    def _time_stands_still(self) -> bool:
+        return self._n_requests - self._moved_at >= max(_FIRST_FIT, len(self._yardstick))
 
     def _see_room(self, n_blocks: int) -> None:
         """There is room for so many blocks at least; nothing is known of it before the first eviction."""
@@ -372,7 +379,7 @@ class HazardPolicy(EvictionPolicy):
             self._books.take_model(learnt)
             self._learnt = True
             self.version += 1
-        follows = not self._learnt or self._yardstick.loses
+        follows = not self._learnt or self._yardstick.loses or self._time_stands_still()
         if follows != self._books.follows_lru:
             self._books.follows_lru = follows
             self.version += 1

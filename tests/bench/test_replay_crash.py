@@ -20,7 +20,8 @@ from kvstore.bench import workload as work
 from kvstore.bench.generate import ConversationOptions, generate_trace, to_json_lines, to_trace
 from kvstore.bench.payload import Payload
 from kvstore.bench.replay import ReplayOptions, ReplayResult, replay
-from kvstore.bench.report import print_tables, replay_tables
+from kvstore.bench.replay_tables import replay_tables
+from kvstore.bench.report import print_tables
 from kvstore.bench.trace import Trace
 from kvstore.cli.daemon_process import DaemonProcess
 from kvstore.cli.nvme_place import nvme_directory, room_for

@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from kvstore.bench.generate import ConversationOptions, TokenTrace, generate_trace, to_trace
 from kvstore.bench.replay import ReplayOptions
 from kvstore.bench.replay_hbm import HbmReader
-from kvstore.bench.report import print_tables, replay_tables
+from kvstore.bench.replay_tables import replay_tables
+from kvstore.bench.report import print_tables
 from kvstore.bench.simulate import simulate
 from kvstore.bench.simulation_report import run_simulation
 from kvstore.bench.trace import Trace, TraceRequest

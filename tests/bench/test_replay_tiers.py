@@ -15,7 +15,8 @@ from kvstore.bench import workload as work
 from kvstore.bench.generate import ConversationOptions, TokenTrace, generate_trace, to_trace
 from kvstore.bench.pictures import draw_hit_ratio
 from kvstore.bench.replay import ReplayOptions, ReplayResult, nvme_blocks_of, replay
-from kvstore.bench.report import print_tables, replay_tables
+from kvstore.bench.replay_tables import replay_tables
+from kvstore.bench.report import print_tables
 from kvstore.bench.simulate import HitCounts, simulate
 from kvstore.bench.simulation_report import run_simulation
 from kvstore.bench.trace import Trace

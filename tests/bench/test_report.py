@@ -13,7 +13,8 @@ from kvstore.bench.generate import ConversationOptions, TokenTrace, generate_tra
 from kvstore.bench.measure import Latency
 from kvstore.bench.pictures import draw_hit_ratio
 from kvstore.bench.replay import ReplayOptions, ReplayResult
-from kvstore.bench.report import print_tables, progress_bar, replay_tables, save, simulation_tables
+from kvstore.bench.replay_tables import replay_tables, simulation_tables
+from kvstore.bench.report import print_tables, progress_bar, save
 from kvstore.bench.simulate import HitCounts, simulate
 from kvstore.bench.simulation_report import SimulationReport, run_simulation, simulation_steps
 from kvstore.errors import BadInputError

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvstore.bench.device_ways import SMALL
-from kvstore.cli.probe import _same_uuid
 from kvstore.cli.probe_machine import registration_facts, seals_note
 from kvstore.device.simulated import SimulatedDevice
 from kvstore.native import numa
 from kvstore.plan.bandwidth import BandwidthTable
-from kvstore.plan.links import read_links
+from kvstore.plan.links import GpuLink, Links, read_links
 from kvstore.plan.ways import Direction, Way
 from kvstore.tiers import memfd
 from tests.cli.test_cli import kvstore, report
@@ -125,4 +124,5 @@ def test_seals_that_do_not_hold_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_a_gpu_is_known_by_its_uuid_however_it_is_written(nvml: str, cuda: str, same: bool) -> None:
-    assert _same_uuid(nvml, cuda) is same
+    links = Links((GpuLink(0, nvml, "a GPU"),))
+    assert (links.of_device(cuda) is not None) is same

@@ -60,9 +60,12 @@ def test_a_gpu_that_registers_nothing_read_only_reads_in_place(start_daemon: Sta
 
 
 def test_unless_told_so_memory_is_sealed(start_daemon: Start) -> None:
-    with writer_and_reader(start_daemon()) as (client, reader), reader.lease(TOKENS) as lease:
-        with pytest.raises(DeviceError, match="mapped read-only"):
-            register(client, lease)
+    with (
+        writer_and_reader(start_daemon()) as (client, reader),
+        reader.lease(TOKENS) as lease,
+        pytest.raises(DeviceError, match="mapped read-only"),
+    ):
+        register(client, lease)
 
 
 @pytest.mark.parametrize("isolation", ["client", "tenant"])

@@ -66,9 +66,7 @@ def test_copies_use_accesses_of_16_bytes_marked_as_used_once(generation: str) ->
 
 def ptx_of(target: str) -> str:
     """What NVRTC makes of the source, as text; without the options that forbid contraction, which it must not need."""
-    nvrtc: Any = pytest.importorskip(
-        "cuda.bindings.nvrtc", reason="cuda-bindings is missing: pip install '.[cuda13]'"
-    )
+    nvrtc: Any = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is missing: pip install '.[cuda13]'")
     try:
         _, program = nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), b"kernels.cu", 0, [], [])
     except RuntimeError as error:

@@ -127,8 +127,8 @@ def make_scene(
 ) -> Scene:
     """Random KV in pages in random order with gaps. ``alignment``: of page addresses, in bytes, and of no more.
 
-    ``strong``: logits so far apart that a few tokens have all the weight. ``n_excluded``: the logits of so many tokens at
-    the beginning of each request are minus infinity, as their keys are.
+    ``strong``: logits so far apart that a few tokens have all the weight. ``n_excluded``: the logits of so many tokens
+    at the beginning of each request are minus infinity, as their keys are.
     """
     rng = np.random.default_rng(seed)
     value_dim = latent_value_dim or key_dim

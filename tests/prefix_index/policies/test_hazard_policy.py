@@ -268,6 +268,28 @@ def test_it_learns_what_kind_of_request_comes_again() -> None:
     assert share_found(says_kind=True) > share_found(says_kind=False) + 0.05
 
 
+def stack(seed: int, *, times_s: float) -> Trace:
+    """Prompts come again by how long ago they came last, the shorter the likelier."""
+    dice = random.Random(seed)
+    order: list[int] = []
+    requests: list[tuple[float, list[int]]] = []
+    for n in range(1200):
+        is_new = not order or dice.random() < 0.25
+        name = n if is_new else order.pop(min(int(dice.expovariate(1 / 30)), len(order) - 1))
+        order.insert(0, name)
+        requests.append((n * times_s, [100 * name + at for at in range(12)]))
+    return trace_of(requests)
+
+
+@pytest.mark.parametrize("percent", [10.0, 60.0])
+def test_while_time_stands_still_it_is_lru(percent: float) -> None:
+    trace = stack(1, times_s=0.0)
+    policy = HazardPolicy()
+    own, lru = hits(trace, percent, policy).block_hits, hits(trace, percent, "lru").block_hits
+    assert policy._learnt
+    assert abs(own - lru) <= 0.0005 * trace.block_accesses
+
+
 # Learning beside -----------------------------------------------------------------------------------
 
 
