@@ -102,8 +102,9 @@ class Reading(Hybrids):
         n_hbm = int(np.count_nonzero(hbm_slots[: n_blocks - first_block] >= 0)) if hbm_slots is not None else 0
         n_nvme = 0
         if load is not None:
-            # What came to HBM since it was read is a hit there, once.
-            read = wanted if hbm_slots is None else wanted[hbm_slots < 0]
+            # Of whole blocks, as all hits. What came to HBM since it was read is a hit there, once.
+            whole = slice(n_blocks - first_block)
+            read = wanted[whole] if hbm_slots is None else wanted[whole][hbm_slots[whole] < 0]
             n_nvme = int(np.isin(read, load.read_ids).sum())
         outcome = Outcome(
             prompt.path.n_rows, n_blocks, n_tokens, n_nvme, prompt.namespace.token_bytes, n_unused, why, max_blocks,
