@@ -272,7 +272,7 @@ def test_counters_sum_up_and_snapshots_are_copies() -> None:
 
 def test_all_errors_have_one_root_and_bad_input_is_a_value_error() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
-    assert len(kinds) == 14
+    assert len(kinds) == 16
     assert all(issubclass(kind, KVStoreError) for kind in kinds)
     bad = {kind.__name__ for kind in kinds if issubclass(kind, ValueError)}
     assert bad == {"BadInputError", "ConfigError", "InUseError", "SpecMismatchError", "TraceError"}
@@ -280,5 +280,6 @@ def test_all_errors_have_one_root_and_bad_input_is_a_value_error() -> None:
         (errors.VersionError, errors.ProtocolError),
         (errors.SocketInUseError, errors.UnavailableError),
         (errors.SessionEndedError, errors.EndedError),
+        (errors.DeviceMemoryError, errors.DeviceError),
     ):
         assert issubclass(child, parent)

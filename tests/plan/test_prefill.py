@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvstore.errors import BadInputError
 from kvstore.plan.prefill import Prefill, break_even_tokens, load_or_recompute
+from kvstore.recompute import LEAST_DOUBLING_TOKENS
 
 LLAMA_8B = {"n_parameters": 8.03e9, "layers": 32, "query_heads": 32, "head_dim": 128}
 FAST = Prefill.of_flops(flops_per_s=4e14, **LLAMA_8B)  # type: ignore[arg-type]
@@ -26,6 +27,7 @@ def test_a_range_takes_what_its_tokens_take_as_published(
     n: float, n_layers: int, heads: int, dim: int, rate: float, start: int, tokens: int
 ) -> None:
     """[2N + 4 L Hq dh p] / (F MFU) a token, here at the middle of its position."""
+    assume(2 * n >= LEAST_DOUBLING_TOKENS * 4 * n_layers * heads * dim)
     prefill = Prefill.of_flops(n, n_layers, heads, dim, rate)
     summed = math.fsum((2 * n + 4 * n_layers * heads * dim * (p + 0.5)) / rate for p in range(start, start + tokens))
     assert prefill.expected_s(start, start + tokens) == pytest.approx(summed, rel=1e-9)

@@ -219,7 +219,7 @@ def test_a_failed_growth_returns_its_bytes(monkeypatch: pytest.MonkeyPatch) -> N
 def test_filling_that_fails_stops_with_a_fact_and_allocation_goes_on(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
     with monkeypatch.context() as patch:
