@@ -40,10 +40,11 @@ def die_while_copying(engine: Engine, way: str, layer: int) -> None:
     paged: Any = worker._paged
     copy = getattr(paged, way)
 
-    def last(number: int, *rest: Any) -> None:
-        copy(number, *rest)
+    def last(number: int, *rest: Any) -> Any:
+        done = copy(number, *rest)
         if number == layer:
             os.kill(os.getpid(), signal.SIGKILL)
+        return done
 
     setattr(paged, way, last)
 

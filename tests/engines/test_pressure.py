@@ -140,9 +140,9 @@ def test_blocks_of_a_finished_request_stay_until_its_save_has_read_them(
     paged: Any = worker._paged
     save, go_on = paged.save, threading.Event()
 
-    def held(*arguments: Any) -> None:
+    def held(*arguments: Any) -> Any:
         assert go_on.wait(60)
-        save(*arguments)
+        return save(*arguments)
 
     paged.save = held
     engine.generate(prompts[-1:], 2)
