@@ -215,7 +215,8 @@ def _run_tests(options: CheckOptions, limit_s: float) -> Outcome:
         why = f"{', '.join(options.tests)} are not there: run it from a checkout, `python bench/gpu_check.py`"
         return _not_run(why) if (CHECKOUT / "tests").is_dir() else _skipped(why)
     if find_spec("pytest") is None:
-        return _skipped(f"pytest is not installed for {sys.executable}: `make test` makes an environment that has it")
+        why = f"pytest is not installed for {sys.executable}: `make test` makes an environment that has it"
+        return _not_run(why) if options.device.startswith("cuda") else _skipped(why)
     # Those with such a parameter, and those marked so.
     which = "cuda" if options.device.startswith("cuda") else "not cuda"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", which, *paths]

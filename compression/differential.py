@@ -9,19 +9,18 @@ of 32 tokens that share the numbers of a channel are of one precision. After Dif
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.compression.codec import CodecId, Encoded, check_batch
+from kvstore.compression.codec import Encoded, check_batch
 from kvstore.compression.payload import HEAD, Addresses, Head, Kept, Sizes, heads_of
 from kvstore.compression.plane import PlaneShape
-from kvstore.compression.quantize import Engine, best_engine, check_rows, rows_of
+from kvstore.compression.quantize import Rounding, rows_of
 from kvstore.errors import BadInputError
 from kvstore.native.memcopy import copy_batch
-from kvstore.native.quantize import Rows, Scheme, Tokens
+from kvstore.native.quantize import Rows, Tokens
 
 High = NDArray[np.bool_]
 
@@ -57,24 +56,11 @@ class _Places(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Differential:
-    """A codec of two precisions, ``bits_high`` and ``bits_low``. ``backend``: None for the fastest."""
+class Differential(Rounding):
+    """A codec of two precisions, ``bits_high`` and ``bits_low``."""
 
-    id: CodecId
-    scheme: Scheme
     bits_high: int
     bits_low: int
-    backend: str | None = None
-
-    is_fixed = True
-
-    @cached_property
-    def _engine(self) -> Engine:
-        return best_engine() if self.backend is None else Engine(self.backend)
-
-    def check(self, plane: PlaneShape) -> None:
-        """As ``Codec.check``; takes what ``Quantizer`` takes."""
-        check_rows(self.id, plane)
 
     def stored_bytes(self, plane: PlaneShape, kept: Kept, n_high: int = 0) -> int:
         """As ``Codec.stored_bytes``, with ``n_high`` high tokens in each head."""

@@ -6,7 +6,7 @@ from the shape. Rows go head by head, whatever the engine's layout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -122,13 +122,12 @@ def best_engine() -> Engine:
 
 
 @dataclass(frozen=True)
-class Quantizer:
-    """A codec that rounds all but exact tokens alike. ``backend``: None for the fastest."""
+class Rounding:
+    """What codecs that round rows have in common. ``backend``: None for the fastest."""
 
     id: CodecId
     scheme: Scheme
-    bits: int
-    backend: str | None = None
+    backend: str | None = field(default=None, kw_only=True)
 
     is_fixed = True
 
@@ -139,6 +138,13 @@ class Quantizer:
     def check(self, plane: PlaneShape) -> None:
         """As ``Codec.check``: bfloat16, float16 and float32, with dims in steps of 16 up to 1024."""
         check_rows(self.id, plane)
+
+
+@dataclass(frozen=True)
+class Quantizer(Rounding):
+    """A codec that rounds all but exact tokens alike."""
+
+    bits: int
 
     def stored_bytes(self, plane: PlaneShape, kept: Kept) -> int:
         """As ``Codec.stored_bytes``."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
-import numpy as np
-
 from kvstore.device.copy_kernels import COPY_BLOCKS
 from kvstore.device.pinned import PinnedBuffer
 from kvstore.device.seam import Device
-from kvstore.engine_adapter.gpu.kernel_copies import KernelCopies
+from kvstore.engine_adapter.gpu.kernel_copies import KernelCopies, measure_pieces
 
 BLOCK_COUNTS = (COPY_BLOCKS, 4, 8, 16, 32)
 """Two keep 128 KiB on their way, which is enough for PCIe 5; chip-to-chip links have more in flight."""
@@ -20,32 +16,19 @@ ENOUGH = 0.95
 def measure_blocks(
     device: Device, kernels: KernelCopies, piece_bytes: int, total_bytes: int, repeats: int
 ) -> dict[int, float]:
-    """GB/s by number of blocks, of small pieces that a kernel brings from mapped host memory. Blocks meanwhile.
+    """GB/s by number of blocks, of small pieces that a kernel brings from mapped host memory; see ``measure_pieces``.
 
-    Medians; the counts take turns. ``total_bytes`` are used on either side.
+    ``total_bytes`` are used on either side.
     """
-    n = total_bytes // piece_bytes
-    sizes = np.full(n, piece_bytes, np.uint64)
-    in_order = np.arange(n, dtype=np.uint64) * np.uint64(piece_bytes)
-    mixed = np.random.default_rng(0).permutation(in_order)
-    stream = device.stream()
+    memory = device.malloc(total_bytes)
     try:
-        memory = device.malloc(total_bytes)
-        try:
-            with PinnedBuffer(device, total_bytes) as host:
-                to, come_from = np.uint64(memory) + in_order, np.uint64(host.device_address) + mixed
-                seconds: dict[int, list[float]] = {blocks: [] for blocks in BLOCK_COUNTS}
-                for _ in range(repeats + 1):
-                    for blocks, took_s in seconds.items():
-                        begun_s = time.perf_counter()
-                        kernels.copy(to, come_from, sizes, stream, blocks=blocks)
-                        device.sync_stream(stream)
-                        took_s.append(time.perf_counter() - begun_s)
-        finally:
-            device.free(memory)
+        with PinnedBuffer(device, total_bytes) as host:
+            rates = measure_pieces(
+                device, kernels, memory, host.device_address, piece_bytes, total_bytes, repeats, BLOCK_COUNTS
+            )
     finally:
-        device.free_stream(stream)
-    return {blocks: n * piece_bytes / float(np.median(took_s[1:])) / 1e9 for blocks, took_s in seconds.items()}
+        device.free(memory)
+    return dict(zip(BLOCK_COUNTS, rates, strict=True))
 
 
 def fewest_blocks(gb_per_s: dict[int, float]) -> int:

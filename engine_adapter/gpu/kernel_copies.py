@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Self
 
@@ -95,25 +96,43 @@ def read_in_place(kernels: KernelCopies, pieces: Pieces, stream: int) -> None:
 
 def measure_spread(device: Device, kernels: KernelCopies, piece_bytes: int, total_bytes: int, repeats: int) -> float:
     """GB/s at which a kernel moves small pieces inside of device memory, of which twice ``total_bytes`` are used."""
+    memory = device.malloc(2 * total_bytes)
+    try:
+        come_from = memory + total_bytes
+        return measure_pieces(device, kernels, memory, come_from, piece_bytes, total_bytes, repeats, (SPREAD_BLOCKS,))[
+            0
+        ]
+    finally:
+        device.free(memory)
+
+
+def measure_pieces(
+    device: Device,
+    kernels: KernelCopies,
+    to: int,
+    come_from: int,
+    piece_bytes: int,
+    total_bytes: int,
+    repeats: int,
+    block_counts: Sequence[int],
+) -> list[float]:
+    """GB/s at which a kernel brings small pieces from all over ``come_from``, by each of these counts of thread blocks.
+
+    Medians of ``repeats``; the numbers take turns. Blocks meanwhile.
+    """
     n = total_bytes // piece_bytes
     sizes = np.full(n, piece_bytes, np.uint64)
     in_order = np.arange(n, dtype=np.uint64) * np.uint64(piece_bytes)
-    mixed = np.random.default_rng(0).permutation(in_order)
+    dsts, srcs = np.uint64(to) + in_order, np.uint64(come_from) + np.random.default_rng(0).permutation(in_order)
+    took_s: list[list[float]] = [[] for _ in block_counts]
     stream = device.stream()
     try:
-        memory = device.malloc(2 * total_bytes)
-        try:
-            to, come_from = np.uint64(memory) + in_order, np.uint64(memory + total_bytes) + mixed
-            device.fill(memory + total_bytes, 1, total_bytes, stream)
-            seconds = []
-            for _ in range(repeats + 1):
-                device.sync_stream(stream)
+        for _ in range(repeats + 1):
+            for blocks, seconds in zip(block_counts, took_s, strict=True):
                 begun_s = time.perf_counter()
-                kernels.copy(to, come_from, sizes, stream, blocks=SPREAD_BLOCKS)
+                kernels.copy(dsts, srcs, sizes, stream, blocks=blocks)
                 device.sync_stream(stream)
                 seconds.append(time.perf_counter() - begun_s)
-        finally:
-            device.free(memory)
     finally:
         device.free_stream(stream)
-    return n * piece_bytes / float(np.median(seconds[1:])) / 1e9
+    return [n * piece_bytes / float(np.median(seconds[1:])) / 1e9 for seconds in took_s]

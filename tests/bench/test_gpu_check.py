@@ -102,6 +102,8 @@ def test_without_pytest_the_tests_are_skipped(tmp_path: Path, monkeypatch: pytes
     found = check_simulated(tmp_path, "tests", tests=("tests/plan/test_prefill.py",))
     assert (outcomes(found), found["passed"]) == ({"tests": "skipped"}, True)
     assert "pytest is not installed" in found["steps"]["tests"]["reason"]
+    on_a_gpu = gpu_check._run_tests(CheckOptions(device="cuda", tests=("tests/plan/test_prefill.py",)), 60.0)
+    assert on_a_gpu["status"] == "not run", "what was to be tested on a GPU was not"
 
 
 def test_a_step_that_hangs_is_killed_and_the_next_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
@@ -23,11 +22,11 @@ from kvstore.device import open_device
 from kvstore.device.simulated import SimulatedDevice
 from kvstore.errors import BadInputError, DeviceError, EndedError
 from kvstore.types import KVSpec, Namespace
+from tests.server.children import child
 
 BLOCK_BYTES = 16384
 BLOCK_TOKENS = 16
 TTL_S = 0.3
-SPAWN = multiprocessing.get_context("spawn")
 HBM = ("--dram", "8MiB", "--no-prefault", "--policy", "lru", "--hbm-device", "simulated", "--hbm", "1MiB")
 
 
@@ -92,22 +91,6 @@ def path() -> Iterator[str]:
 def engine(path: str) -> Iterator[Engine]:
     with Engine(path) as made:
         yield made
-
-
-@contextmanager
-def child(target: Any, path: str) -> Iterator[tuple[Any, Connection]]:
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=target, args=(path, theirs))
-    process.start()
-    theirs.close()
-    try:
-        yield process, ours
-    finally:
-        if process.pid is not None and process.is_alive():
-            os.kill(process.pid, signal.SIGCONT)
-        process.join(20)
-        assert process.exitcode is not None, "the child did not end"
-        ours.close()
 
 
 def churn(engine: Engine, first_seed: int, n_prompts: int) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,11 +14,11 @@ from numpy.typing import NDArray
 from kvstore.client import Client, NamespaceHandle
 from kvstore.errors import EndedError
 from kvstore.types import KVSpec, Namespace
+from tests.server.children import child
 
 BLOCK_BYTES = 16384
 BLOCK_TOKENS = 16
 TTL_S = 0.3
-SPAWN = multiprocessing.get_context("spawn")
 
 
 def prompt(seed: int, n_blocks: int = 4) -> NDArray[np.uint32]:
@@ -43,22 +40,6 @@ def fill(ns: NamespaceHandle, first_seed: int, n_prompts: int) -> None:
         out = np.zeros((4, BLOCK_BYTES), np.uint8)
         n = ns.get_into(prompt(seed), out).n_blocks
         np.testing.assert_array_equal(out[:n], content(seed)[:n])
-
-
-@contextmanager
-def child(target: Any, path: str) -> Iterator[tuple[Any, Connection]]:
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=target, args=(path, theirs))
-    process.start()
-    theirs.close()
-    try:
-        yield process, ours
-    finally:
-        if process.pid is not None and process.is_alive():
-            os.kill(process.pid, signal.SIGCONT)
-        process.join(20)
-        assert process.exitcode is not None, "the child did not end"
-        ours.close()
 
 
 def stopped_reader(path: str, pipe: Connection) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import re
 import signal
@@ -22,11 +21,11 @@ from numpy.typing import NDArray
 from kvstore.cli.daemon_process import READY
 from kvstore.client import Client, NamespaceHandle
 from kvstore.types import KVSpec, Namespace
+from tests.server import children
 
 MIB = 1 << 20
 BLOCK_BYTES, BLOCK_TOKENS, N = 16384, 16, 4
 NAMESPACE = Namespace("m", KVSpec.opaque(BLOCK_TOKENS, BLOCK_BYTES))
-SPAWN = multiprocessing.get_context("spawn")
 WaitUntil = Callable[[Callable[[], bool], str], None]
 
 
@@ -118,21 +117,15 @@ def patient_client(warm: Warm) -> Iterator[Client]:
 
 @contextlib.contextmanager
 def child(target: Any, *args: Any) -> Iterator[tuple[Any, Connection]]:
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=target, args=(*args, theirs))
-    process.start()
-    theirs.close()
-    try:
-        yield process, ours
-    finally:
-        if process.pid is not None and process.is_alive():
-            os.kill(process.pid, signal.SIGCONT)
-        with contextlib.suppress(OSError):
-            ours.send("end")
-        process.join(20)
-        if process.exitcode is None:
-            process.kill()
-        ours.close()
+    """One that ends well, when it is told to."""
+    with children.child(target, *args) as (process, ours):
+        try:
+            yield process, ours
+        finally:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGCONT)
+            with contextlib.suppress(OSError):
+                ours.send("end")
     assert process.exitcode == 0, "the child ended badly"
 
 

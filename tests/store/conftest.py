@@ -12,6 +12,7 @@ import pytest
 from kvstore.offload import WritePolicy
 from kvstore.store.hierarchy import WriteBehind
 from tests.store.rig import Rig
+from tests.store.three_tier import ThreeTierRig
 from tests.store.two_tier import Settings, Sizes, TwoTierRig
 
 
@@ -55,3 +56,11 @@ def two_tiers(tmp_path: Path) -> Iterator[Callable[..., TwoTierRig]]:
         if not rig.ended:
             rig.settle()
             rig.close()
+
+
+@pytest.fixture
+def three_tiers(tmp_path: Path) -> Iterator[ThreeTierRig]:
+    """16 blocks fit in HBM, 32 in DRAM; closed at the end."""
+    made = ThreeTierRig(tmp_path / "nvme")
+    yield made
+    made.close()

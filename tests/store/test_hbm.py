@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstore.device.simulated import SimulatedDevice
-from kvstore.errors import BadInputError, DeviceError, DeviceMemoryError, EndedError
+from kvstore.errors import BadInputError, EndedError
 from kvstore.jobs import Job, Lane
-from kvstore.prefix_index.block_table import DRAM, HBM, NVME
+from kvstore.prefix_index.block_table import DRAM, HBM, NVME, Ids
 from kvstore.promote import Promotion
+from kvstore.store.requests import Prompt
 from tests.store.three_tier import BLOCK_BYTES, ThreeTierRig
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[ThreeTierRig]:
-    made = ThreeTierRig(tmp_path / "nvme")
-    yield made
-    made.close()
+def rig(three_tiers: ThreeTierRig) -> ThreeTierRig:
+    return three_tiers
 
 
 def out_of_dram(rig: ThreeTierRig, ids: np.ndarray) -> None:
@@ -29,6 +26,17 @@ def out_of_dram(rig: ThreeTierRig, ids: np.ndarray) -> None:
         evicted = rig.store.index.evict(1)
         assert len(evicted.ids)
         rig.dram.free(evicted.slots)
+
+
+def in_hbm_and_on_nvme(rig: ThreeTierRig, n_blocks: int) -> tuple[Prompt, Ids]:
+    """A prompt whose blocks are there, and not in DRAM."""
+    prompt = rig.rows(n_blocks, 1)
+    rig.put(1, prompt)
+    assert rig.persist(prompt) == n_blocks
+    rig.promote(prompt)
+    ids = rig.store.index.match(prompt.root_key, prompt.path).ids
+    out_of_dram(rig, ids)
+    return prompt, ids
 
 
 def device_jobs(rig: ThreeTierRig) -> list[Job]:
@@ -74,12 +82,7 @@ def test_promotion_waits_for_so_many_accesses(tmp_path: Path, hits: int) -> None
 
 
 def test_a_block_on_nvme_and_in_hbm_is_served_without_reading_it(rig: ThreeTierRig) -> None:
-    prompt = rig.rows(4, 1)
-    rig.put(1, prompt)
-    assert rig.persist(prompt) == 4
-    rig.promote(prompt)
-    ids = rig.store.index.match(prompt.root_key, prompt.path).ids
-    out_of_dram(rig, ids)
+    prompt, ids = in_hbm_and_on_nvme(rig, 4)
     assert rig.store.begin_load(prompt, reads_hbm=True) is None
     lease = rig.store.lease(1, prompt, reads_hbm=True)
     assert lease.n_blocks == 4
@@ -129,12 +132,7 @@ def test_a_lease_may_be_of_blocks_in_every_tier(rig: ThreeTierRig) -> None:
 
 def test_the_last_copy_below_takes_the_one_in_hbm_along(rig: ThreeTierRig) -> None:
     """Planted: with ``Copies.last_lost`` doing nothing, this and ``check`` find a copy without a block."""
-    prompt = rig.rows(3, 1)
-    rig.put(1, prompt)
-    assert rig.persist(prompt) == 3
-    rig.promote(prompt)
-    ids = rig.store.index.match(prompt.root_key, prompt.path).ids
-    out_of_dram(rig, ids)
+    prompt, _ = in_hbm_and_on_nvme(rig, 3)
     assert rig.in_hbm(prompt) == [True] * 3
     gone = rig.store.index.evict_nvme(1)
     rig.nvme.free(gone.slots)
@@ -145,12 +143,7 @@ def test_the_last_copy_below_takes_the_one_in_hbm_along(rig: ThreeTierRig) -> No
 
 
 def test_a_copy_on_nvme_that_breaks_takes_it_along_but_for_who_reads_it(rig: ThreeTierRig) -> None:
-    prompt = rig.rows(3, 1)
-    rig.put(1, prompt)
-    assert rig.persist(prompt) == 3
-    rig.promote(prompt)
-    ids = rig.store.index.match(prompt.root_key, prompt.path).ids
-    out_of_dram(rig, ids)
+    prompt, ids = in_hbm_and_on_nvme(rig, 3)
     lease = rig.store.lease(7, prompt, reads_hbm=True)
     slots = rig.hbm_slots(lease)
     rig.nvme.quarantine(rig.store.index.break_nvme(ids[1:2]))
@@ -253,12 +246,7 @@ def test_clearing_takes_copies_in_hbm(rig: ThreeTierRig) -> None:
 
 
 def test_clearing_waits_for_who_reads_hbm(rig: ThreeTierRig) -> None:
-    prompt = rig.rows(4, 1)
-    rig.put(1, prompt)
-    assert rig.persist(prompt) == 4
-    rig.promote(prompt)
-    ids = rig.store.index.match(prompt.root_key, prompt.path).ids
-    out_of_dram(rig, ids)
+    prompt, _ = in_hbm_and_on_nvme(rig, 4)
     lease = rig.store.lease(7, prompt, reads_hbm=True)
     slots = rig.hbm_slots(lease)
     rig.store.clear({prompt.namespace.ordinal})
@@ -301,127 +289,6 @@ def test_blocks_stay_in_dram_while_they_are_copied(rig: ThreeTierRig) -> None:
     rig.settle()
     assert rig.in_hbm(prompt) == [True] * 4
     out_of_dram(rig, ids)
-
-
-def test_a_device_that_fails_costs_the_copies_and_nothing_else(
-    rig: ThreeTierRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt = rig.rows(4, 1)
-    rig.put(1, prompt)
-    rig.settle()
-
-    def fail(*_: object) -> None:
-        raise DeviceError("the device is lost")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SimulatedDevice, "sync_stream", fail)
-        rig.promote(prompt)
-    assert rig.in_hbm(prompt) == [False] * 4
-    assert rig.count("hbm_failed_blocks") == 4
-    assert rig.stat("hbm_suspended") == 1
-    assert rig.hbm.stats()["reserved_bytes"] == 0
-    rig.store.check()
-    rig.promote(prompt)
-    assert rig.in_hbm(prompt) == [False] * 4
-    rig.clock.advance(31.0)
-    rig.promote(prompt)
-    assert rig.in_hbm(prompt) == [True] * 4
-
-
-def failing(*_: object) -> None:
-    raise DeviceError("cudaErrorIllegalAddress")
-
-
-def test_memory_that_a_failing_device_does_not_take_back_reaches_nobody(
-    rig: ThreeTierRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The end of a client gives its regions back, on the daemon's loop: the device may only cost HBM."""
-    a, b = rig.namespace(tenant="a"), rig.namespace(tenant="b")
-    for tag in range(4):
-        rig.put(1, rig.rows(4, tag, namespace=a))
-        lease = rig.use(1, rig.rows(4, tag, namespace=a))
-        rig.settle()
-        lease = rig.use(7, rig.rows(4, tag, namespace=a))
-        rig.open_regions(7, rig.hbm_slots(lease))
-    rig.store.forget_session(1)
-    other = rig.rows(4, 50, namespace=b)
-    rig.put(2, other)
-    with monkeypatch.context() as patch:
-        patch.setattr(SimulatedDevice, "free", failing)
-        rig.store.forget_session(7)
-        rig.promote(other, session=2)
-    rig.settle()
-    lost_bytes = rig.stat("hbm_lost_bytes")
-    assert lost_bytes == 4 * BLOCK_BYTES
-    assert rig.stat("hbm_suspended") == 1
-    rig.store.check()
-    kept = rig.rows(4, 3, namespace=a)
-    assert rig.in_hbm(kept) == [True] * 4
-    lease = rig.use(2, kept)
-    assert lease.hbm_slots is None, "nothing is read there for now"
-    assert rig.bytes_at(rig.slots_of(lease)) == rig.expected(kept, 4)
-    rig.store.release(2, lease.id)
-    rig.clock.advance(31.0)
-    rig.promote(other, session=2)
-    assert rig.in_hbm(other) == [True] * 4
-    assert rig.stat("hbm_lost_bytes") == lost_bytes
-    rig.store.check()
-
-
-def test_a_device_that_gives_no_memory_costs_the_copies_and_nothing_else(
-    rig: ThreeTierRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt = rig.rows(4, 1)
-    rig.put(1, prompt)
-    rig.settle()
-    with monkeypatch.context() as patch:
-        patch.setattr(SimulatedDevice, "malloc", failing)
-        rig.promote(prompt)
-    assert rig.in_hbm(prompt) == [False] * 4
-    assert rig.stat("hbm_suspended") == 1
-    assert rig.count("hbm_skipped_blocks") == 4
-    rig.store.check()
-    rig.clock.advance(31.0)
-    rig.promote(prompt)
-    assert rig.in_hbm(prompt) == [True] * 4
-
-
-def test_a_full_device_leaves_the_tier_as_large_as_it_got(rig: ThreeTierRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is there gives up its places as if that was all; the device is asked again, but not all the time."""
-    asked: list[int] = []
-
-    def full(_: SimulatedDevice, size_bytes: int) -> int:
-        asked.append(size_bytes)
-        raise DeviceMemoryError(f"no {size_bytes} bytes")
-
-    rig.put(1, rig.rows(4, 0))
-    rig.promote(rig.rows(4, 0))
-    with monkeypatch.context() as patch:
-        patch.setattr(SimulatedDevice, "malloc", full)
-        for tag in range(1, 4):
-            rig.put(1, rig.rows(4, tag))
-            rig.promote(rig.rows(4, tag))
-            assert rig.in_hbm(rig.rows(4, tag)) == [True] * 4
-        assert len(asked) == 2
-        assert rig.stat("hbm_suspended") == 0
-        assert "no memory for a region" in rig.hbm.stats()["memory_failure"]  # type: ignore[operator]
-    rig.store.check()
-    rig.clock.advance(31.0)
-    rig.put(1, rig.rows(4, 9))
-    rig.promote(rig.rows(4, 9))
-    assert rig.in_hbm(rig.rows(4, 9)) == rig.in_hbm(rig.rows(4, 3)) == [True] * 4
-    assert rig.hbm.stats()["memory_failure"] == ""
-
-
-def test_the_end_of_a_store_whose_device_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = ThreeTierRig(tmp_path / "nvme")
-    made.put(1, made.rows(4, 1))
-    made.promote(made.rows(4, 1))
-    assert made.store.hbm is not None
-    with monkeypatch.context() as patch:
-        for name in ("free", "free_stream", "host_unregister"):
-            patch.setattr(SimulatedDevice, name, failing)
-        made.store.hbm.close()
 
 
 def test_after_the_stop_nothing_more_is_promoted(rig: ThreeTierRig) -> None:

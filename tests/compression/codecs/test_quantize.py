@@ -122,7 +122,7 @@ def test_fp8_is_what_torch_makes() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("codec", [c for c in QUANTIZERS if c.scheme in (Scheme.TOKEN, Scheme.CHANNEL)])
 def test_equal_values_come_back_exactly(codec: Quantizer, dtype: str, backend: str) -> None:
-    chosen = Quantizer(codec.id, codec.scheme, codec.bits, backend)
+    chosen = Quantizer(codec.id, codec.scheme, codec.bits, backend=backend)
     values = np.full((40, 2, 64), -3.1415, np.float32)
     groups = filled(values, dtype)
     back, _ = decode(chosen, groups.plane, encode(chosen, groups, Kept(40)))
@@ -133,7 +133,7 @@ def test_equal_values_come_back_exactly(codec: Quantizer, dtype: str, backend: s
 @pytest.mark.parametrize("codec", QUANTIZERS)
 def test_what_is_no_number_or_too_large_is_replaced_and_reported(codec: Quantizer, backend: str) -> None:
     """NaN counts as 0, infinities and what fp16 can't hold as its largest; only page groups with such are reported."""
-    chosen = Quantizer(codec.id, codec.scheme, codec.bits, backend)
+    chosen = Quantizer(codec.id, codec.scheme, codec.bits, backend=backend)
     values = np.random.default_rng(0).standard_normal((64, 1, 64)).astype(np.float32)
     tame = filled(values)
     assert not encode(chosen, tame, Kept(64)).lost.any()
@@ -155,7 +155,7 @@ def test_the_largest_fp16_does_not_become_infinite(backend: str) -> None:
     values = np.full((32, 1, 64), 65504, np.float32)
     values[:, :, ::2] = -65504
     for codec in QUANTIZERS:
-        chosen = Quantizer(codec.id, codec.scheme, codec.bits, backend)
+        chosen = Quantizer(codec.id, codec.scheme, codec.bits, backend=backend)
         groups = filled(values, "float16")
         back, _ = decode(chosen, groups.plane, encode(chosen, groups, Kept(32)))
         assert np.isfinite(back.floats()).all()
@@ -164,7 +164,7 @@ def test_the_largest_fp16_does_not_become_infinite(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rotation_that_leaves_the_range_is_reported(backend: str) -> None:
     """A row along a row of the matrix has all of its length in one place afterwards."""
-    codec = Quantizer(CodecId.Q8_ROTATED, Scheme.ROTATED, 8, backend)
+    codec = Quantizer(CodecId.Q8_ROTATED, Scheme.ROTATED, 8, backend=backend)
     row = np.where(signs_of(64) > 0, np.float32(-60000), np.float32(60000))
     assert encode(codec, filled(np.tile(row, (16, 1, 1))), Kept(16)).lost.all()
     assert not encode(codec, filled(np.tile(row / 8, (16, 1, 1))), Kept(16)).lost.any()
@@ -191,7 +191,7 @@ def test_what_can_not_be_rounded_is_named() -> None:
     with pytest.raises(BadInputError, match="tokens is 65; a page group of this shape has 64"):
         codec.stored_bytes(shape(), Kept(65))
     with pytest.raises(BadInputError, match="backend is 'gpu'"):
-        encode(Quantizer(CodecId.Q8, Scheme.TOKEN, 8, "gpu"), Groups(shape(), 1), Kept(1))
+        encode(Quantizer(CodecId.Q8, Scheme.TOKEN, 8, backend="gpu"), Groups(shape(), 1), Kept(1))
     one, two = np.zeros(1, np.uint64), np.zeros(2, np.uint64)
     with pytest.raises(BadInputError, match="out is uint64"):
         codec.encode(shape(), Kept(1), one, two)
@@ -203,6 +203,6 @@ def test_bytes_are_those_of_the_first_release(backend: str) -> None:
     plane = shape(dim=80, heads=2, dtype="float16")
     groups = Groups(plane, 1).fill("normal", 5)
     for codec in QUANTIZERS:
-        stored = encode(Quantizer(codec.id, codec.scheme, codec.bits, backend), groups, Kept(61, 4, 7))
+        stored = encode(Quantizer(codec.id, codec.scheme, codec.bits, backend=backend), groups, Kept(61, 4, 7))
         digest = hashlib.blake2b(stored.memory[0, : int(stored.sizes[0])].tobytes(), digest_size=8).hexdigest()
         assert (codec.id.name, digest) == (codec.id.name, GOLDEN.get(codec.id.name))

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from kvstore.client import Client, NamespaceHandle
+from tests.server.children import SPAWN
 from tests.server.warm import (
     BLOCK_BYTES,
     MIB,
     NAMESPACE,
-    SPAWN,
     N,
     WaitUntil,
     Warm,
