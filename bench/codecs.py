@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ from kvstore.compression.codecs import CODECS
 from kvstore.compression.differential import Differential, most_significant
 from kvstore.compression.payload import Kept
 from kvstore.compression.plane import PlaneShape
-from kvstore.compression.quantize import NUMPY, Quantizer, backends
+from kvstore.compression.quantize import NUMPY, Rounding, backends
 from kvstore.errors import BadInputError, IntegrityError
 
 LIMITS = {
@@ -77,7 +78,7 @@ def run(options: CodecBenchOptions, step: Callable[[str], None] = lambda _: None
     batch = _Batch(options, n)
     rows = []
     for number in options.codecs:
-        rounds = isinstance(CODECS[number], Quantizer | Differential)
+        rounds = isinstance(CODECS[number], Rounding)
         for backend in options.backends if rounds else (_ZSTD,):
             codec = _with_backend(CODECS[number], backend)
             step(f"{number.name} by {backend}")
@@ -130,12 +131,7 @@ class _Batch:
             ("encode", lambda: self._encode(codec, raw, encoded)),
             ("decode", lambda: codec.decode(plane, encoded, sizes, decoded, options.threads)),
         ):
-            with Team(options.threads) as team:
-                times = paired(
-                    options.pairs,
-                    lambda _, work=work: timed_s(work),  # type: ignore[misc]
-                    lambda _, team=team: self._copy_s(team, raw_bytes),  # type: ignore[misc]
-                )
+            times = self._beside_copies(work, raw_bytes)
             row[f"{what}_of_copy"] = float(np.median(times[:, 1] / times[:, 0]))
             row[f"{what}_gb_per_s"] = raw_bytes / float(np.median(times[:, 0])) / 1e9
         row["copy_gb_per_s"] = raw_bytes / float(np.median(times[:, 1])) / 1e9
@@ -163,12 +159,13 @@ class _Batch:
         if not np.array_equal(expected, encoded[: n * room]):
             raise IntegrityError(f"codec {codec.id.name} gives other bytes than numpy")
 
-    def _copy_s(self, team: Team, raw_bytes: int) -> float:
-        cuts = np.linspace(0, raw_bytes, team.threads + 1).astype(int).tolist()
+    def _beside_copies(self, work: Callable[[], object], raw_bytes: int) -> NDArray[np.float64]:
+        """Seconds [pairs, 2]: the work, and copying so many bytes."""
+        cuts = np.linspace(0, raw_bytes, self._options.threads + 1).astype(int).tolist()
         parts = [slice(a, b) for a, b in pairwise(cuts)]
-        return team.time_s(
-            [lambda part=part: np.copyto(self._decoded[part], self._raw[part]) for part in parts]  # type: ignore[misc]
-        )
+        copies = [partial(np.copyto, self._decoded[part], self._raw[part]) for part in parts]
+        with Team(self._options.threads) as team:
+            return paired(self._options.pairs, lambda _: timed_s(work), lambda _: team.time_s(copies))
 
 
 def _addresses(memory: Bytes, n: int, step: int) -> NDArray[np.uint64]:
@@ -177,4 +174,4 @@ def _addresses(memory: Bytes, n: int, step: int) -> NDArray[np.uint64]:
 
 def _with_backend(codec: Codec, backend: str) -> Codec:
     """The same codec by another backend, where it has any."""
-    return dataclasses.replace(codec, backend=backend) if isinstance(codec, Quantizer | Differential) else codec
+    return dataclasses.replace(codec, backend=backend) if isinstance(codec, Rounding) else codec
